@@ -1,0 +1,1 @@
+"""Lightning strategies and precision plugins for every way of synchronising data-parallel training."""
