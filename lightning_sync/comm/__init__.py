@@ -1,0 +1,1 @@
+"""WHO talks to whom, over which wire: topology, counted collectives, the communication thread."""

@@ -1,0 +1,70 @@
+"""Half the bytes: gradients as 16-bit floats, summed as such on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_sync.comm.topology import Bytes, Topology
+from lightning_sync.compressors.base import Compressor, Payload, Reduction
+from lightning_sync.compressors.flat import flatten, unflatten
+from lightning_sync.state import ParamSpec, State
+
+
+@dataclass(frozen=True)
+class _Cast(Compressor):
+    """mean = sum_r cast(g_r / N): divided first, cast second, so that a sum of N cannot overflow where the mean fits.
+
+    Payload: ``2 * numel`` bytes, pattern ``"sum"``; also for vectors, as a cast costs nothing to apply. The sum is
+    accumulated in 16 bits on the wire, so its relative error grows with N. Rounding only: no error feedback by
+    default.
+    """
+
+    dtype: ClassVar[torch.dtype]
+
+    def init(self, params: Sequence[ParamSpec]) -> State:
+        return State(tuple(params))
+
+    def reduce(self, keys: Sequence[str], tensors: Sequence[Tensor], state: State) -> Reduction:
+        reduced = yield Payload("sum", (flatten(tensors, state.share, self.dtype),))
+        self.check(keys, tensors, reduced.tensors[0])
+        return unflatten(reduced.tensors[0], tensors)
+
+    def check(self, keys: Sequence[str], tensors: Sequence[Tensor], mean: Tensor) -> None:
+        """Refuse a result that the format cannot hold."""
+
+    def wire_bytes(self, params: Sequence[ParamSpec], topology: Topology, step: int | None = None) -> Bytes:
+        return topology.all_reduce(2 * sum(p.numel for p in params))
+
+
+@dataclass(frozen=True)
+class BF16(_Cast):
+    """bfloat16 on the wire: float32's range, 8 bits of precision (relative rounding error at most 2^-9)."""
+
+    dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class FP16(_Cast):
+    """float16 on the wire: 11 bits of precision (relative error at most 2^-12), between 6e-8 and 65504.
+
+    Raises:
+        OverflowError: (every rank, in the step) if a mean is above 65504 or not finite; the message names the parameter.
+            On CUDA the check would stop the host in every bucket, so there inf simply appears in the gradients.
+    """
+
+    dtype = torch.float16
+
+    def check(self, keys: Sequence[str], tensors: Sequence[Tensor], mean: Tensor) -> None:
+        if mean.device.type != "cpu" or bool(mean.isfinite().all()):
+            return
+        parts = mean.split([t.numel() for t in tensors])
+        bad = [k for k, part in zip(keys, parts, strict=True) if not bool(part.isfinite().all())]
+        raise OverflowError(
+            f"compressor 'fp16': the mean gradient of {', '.join(map(repr, bad))} is not finite in float16, whose "
+            "largest number is 65504. Use compressor='bf16', clip or scale the loss, or look for a diverged loss."
+        )

@@ -1,0 +1,32 @@
+"""No compression: gradients travel in their own dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_sync.comm.topology import Bytes, Topology
+from lightning_sync.compressors.base import Compressor, Payload, Reduction
+from lightning_sync.compressors.flat import flatten, unflatten
+from lightning_sync.state import ParamSpec, State
+
+
+@dataclass(frozen=True)
+class Exact(Compressor):
+    r"""Send gradients as they are: mean = sum_r g_r / N, in the gradient's dtype.
+
+    Payload: ``numel * itemsize`` bytes, pattern ``"sum"``. Unbiased, no memory.
+    """
+
+    def init(self, params: Sequence[ParamSpec]) -> State:
+        return State(tuple(params))
+
+    def reduce(self, keys: Sequence[str], tensors: Sequence[Tensor], state: State) -> Reduction:
+        flat = flatten(tensors, state.share)
+        reduced = yield Payload("sum", (flat,))
+        return unflatten(reduced.tensors[0], tensors)
+
+    def wire_bytes(self, params: Sequence[ParamSpec], topology: Topology, step: int | None = None) -> Bytes:
+        return topology.all_reduce(sum(p.numel * p.dtype.itemsize for p in params))

@@ -1,0 +1,43 @@
+"""Gradients as one flat tensor, without a copy where they already lie next to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def as_flat(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The tensors as one flat view, if they are contiguous and adjacent in one storage (a DDP bucket is)."""
+    first = tensors[0]
+    base, end = first.untyped_storage().data_ptr(), first.storage_offset()
+    for t in tensors:
+        if not t.is_contiguous() or t.storage_offset() != end or t.untyped_storage().data_ptr() != base:
+            return None
+        end += t.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,), first.storage_offset())
+
+
+def flatten(tensors: Sequence[Tensor], scale: float, dtype: torch.dtype | None = None) -> Tensor:
+    """One new flat tensor, `scale` times the tensors, multiplied in their own precision and then cast to `dtype`.
+
+    Multiplying before the cast matters in float16, whose largest number is 65504.
+    """
+    dtype = dtype or tensors[0].dtype
+    flat = as_flat(tensors)
+    if flat is None:
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+    out = torch.empty(flat.numel(), dtype=dtype, device=flat.device)
+    return torch.mul(flat, scale, out=out)
+
+
+def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Write `flat` into the tensors, in order, casting to their dtype; returns the tensors."""
+    target = as_flat(tensors)
+    if target is not None:
+        target.copy_(flat)
+    else:
+        parts = flat.split([t.numel() for t in tensors])
+        torch._foreach_copy_(list(tensors), [p.view(t.shape) for p, t in zip(parts, tensors, strict=True)])
+    return tensors

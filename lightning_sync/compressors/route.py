@@ -1,0 +1,60 @@
+"""Which parameter takes which compressor."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lightning_sync.compressors.base import Compressor
+from lightning_sync.compressors.exact import Exact
+from lightning_sync.state import ParamSpec
+
+Rule = str | Callable[[ParamSpec], bool]
+
+
+@dataclass(frozen=True)
+class Route:
+    """An ordered list of rules; the first that matches decides.
+
+    Args:
+        rules: Pairs of a rule and a compressor. A rule is a pattern for the parameter's name, as a shell would match it
+            (``"*.weight"``), or a function of its `ParamSpec`. A parameter that no rule matches, or that its compressor
+            does not accept, travels exactly.
+
+    Example:
+        >>> from lightning_sync.compressors import BF16, PowerSGD
+        >>> route = Route([("embed*", BF16()), (lambda p: p.numel > 10_000, PowerSGD(rank=2))])
+    """
+
+    rules: Sequence[tuple[Rule, Compressor]]
+
+    def __post_init__(self) -> None:
+        for rule, compressor in self.rules:
+            if not isinstance(compressor, Compressor):
+                raise TypeError(f"Route: the compressor of rule {rule!r} is {compressor!r}, not a Compressor.")
+
+    def assign(self, params: Sequence[ParamSpec]) -> list[tuple[Compressor, list[ParamSpec]]]:
+        """The compressors in use, each with its parameters in registration order."""
+        table: list[tuple[Compressor, list[ParamSpec]]] = []
+        for param in params:
+            chosen = self._choose(param)
+            for compressor, members in table:
+                if compressor == chosen:
+                    members.append(param)
+                    break
+            else:
+                table.append((chosen, [param]))
+        return table
+
+    def _choose(self, param: ParamSpec) -> Compressor:
+        for rule, compressor in self.rules:
+            matches = fnmatch.fnmatchcase(param.name, rule) if isinstance(rule, str) else rule(param)
+            if matches:
+                return compressor if compressor.accepts(param) else Exact()
+        return Exact()
+
+
+def as_route(compressor: Compressor | Route) -> Route:
+    """A compressor alone is a route of one rule: everything it accepts."""
+    return compressor if isinstance(compressor, Route) else Route([("*", compressor)])

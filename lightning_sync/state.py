@@ -1,0 +1,190 @@
+"""Named, per-rank state: tensors that belong to parameters, whatever buffer they happen to live in.
+
+A compressor remembers things between steps: what it has not sent yet, a warm-started factor. That memory belongs to
+a *parameter*, by name. Kernels, on the other hand, want one contiguous buffer for everything that travels together,
+and DDP changes what travels together after its first step. `Arena` serves both: it lays the tensors of any list of
+names out contiguously, and moves the values along when the list changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What a compressor may know of a parameter, or of a slice of one, before training.
+
+    Attributes:
+        name: The parameter's registered name, without wrappers' prefixes.
+        shape: Its shape; `(stop - start,)` for a slice.
+        dtype: The gradient's dtype.
+        device: Where it lives.
+        start: First element of the slice in the flattened parameter, `None` for the whole parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    start: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def key(self) -> str:
+        """Name under which state is kept: `name`, or `name[start:stop]` for a slice."""
+        return self.name if self.start is None else f"{self.name}[{self.start}:{self.start + self.numel}]"
+
+    def slice(self, start: int, stop: int) -> ParamSpec:
+        """The spec of elements `start:stop` of the flattened parameter; the whole parameter stays itself."""
+        if start == 0 and stop == self.numel:
+            return self
+        return ParamSpec(self.name, (stop - start,), self.dtype, self.device, start=start)
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Dtype of residuals: at least float32, since a residual is a sum of many small numbers."""
+        return torch.promote_types(torch.float32, self.dtype)
+
+
+def canonical_name(name: str) -> str:
+    """Strip what wrappers add, so that a compiled or wrapped model finds the state of a plain one."""
+    return name.removeprefix("module.").replace("_orig_mod.", "")
+
+
+class Arena:
+    """Tensors by name, contiguous per group of names that are used together.
+
+    Args:
+        sizes: Elements per name.
+        dtype: Dtype of all tensors of the arena.
+        device: Their device.
+
+    Every tensor starts as zeros and comes into being at its first `bind`.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> None:
+        self.sizes = dict(sizes)
+        self.dtype = dtype
+        self.device = device
+        self._views: dict[str, Tensor] = {}
+        self._bound: dict[tuple[str, ...], Tensor] = {}
+
+    def bind(self, names: Sequence[str]) -> Tensor:
+        """Return one flat tensor that holds the tensors of `names` in this order, moving them there if need be.
+
+        The result aliases the arena: writing to it writes the named tensors. It stays valid until one of the names
+        is bound in another group, so ask again each step (a dictionary look-up when nothing has changed).
+        """
+        key = tuple(names)
+        flat = self._bound.get(key)
+        if flat is not None:
+            return flat
+        flat = torch.zeros(sum(self.sizes[n] for n in key), dtype=self.dtype, device=self.device)
+        offset = 0
+        for name in key:
+            view = flat[offset : offset + self.sizes[name]]
+            offset += self.sizes[name]
+            if name in self._views:
+                view.copy_(self._views[name])
+            self._views[name] = view
+        # A name lives in one place only: groups that shared a name with this one no longer hold it.
+        moved = set(key)
+        self._bound = {k: v for k, v in self._bound.items() if moved.isdisjoint(k)}
+        self._bound[key] = flat
+        return flat
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._views[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._views
+
+    def items(self) -> Iterable[tuple[str, Tensor]]:
+        """The tensors that exist so far, by name."""
+        return self._views.items()
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over values by name; names that are unknown or of another size are an error."""
+        for name, value in tensors.items():
+            if self.sizes.get(name) != value.numel():
+                raise ValueError(
+                    f"State for {name!r} has {value.numel()} elements, but this model expects {self.sizes.get(name)}. "
+                    "Load it into the model it was saved from, or start with fresh state."
+                )
+            if name not in self._views:
+                self.bind((name,))
+            self._views[name].copy_(value.view(-1))
+
+
+@dataclass
+class State:
+    """What one compressor remembers on one rank, and the facts of the step it may read.
+
+    Attributes:
+        params: The parameters this compressor serves, in registration order.
+        rank: This rank's place in the group that reduces.
+        world_size: Size of that group, N.
+        seed: Seed of every private generator; the same on all ranks.
+        step: Attempted steps so far, from 0; the same on all ranks.
+        share: This rank's weight over the sum of all weights, 1/N by default. A compressor multiplies its input by
+            `share` before anything else: contributions then *sum* to the mean, and what is left over is kept in
+            units of the mean, so that it stays right when weights or the number of ranks change.
+        combine: Turns N contributions to the same elements, `[N, n]`, into the result, `[n]`.
+    """
+
+    params: tuple[ParamSpec, ...]
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    step: int = 0
+    share: float = 1.0
+    combine: Callable[[Tensor], Tensor] = field(default=lambda rows: rows.sum(0), repr=False)
+    arenas: dict[str, Arena] = field(default_factory=dict, repr=False)
+    cache: dict[object, object] = field(default_factory=dict, repr=False)
+
+    def spec(self, key: str) -> ParamSpec:
+        """The parameter that `key` names."""
+        table = self.cache.get("specs")
+        if table is None:
+            table = self.cache["specs"] = {p.key: p for p in self.params}
+        return table[key]  # type: ignore[index,no-any-return]
+
+    def arena(self, kind: str, sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> Arena:
+        """Declare (once) the named tensors of one kind, such as ``"residual"``."""
+        if kind not in self.arenas:
+            self.arenas[kind] = Arena(sizes, dtype, device)
+        return self.arenas[kind]
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of every tensor, ``{kind: {parameter: tensor}}``: tensors and strings only."""
+        return {kind: {n: t.detach().clone() for n, t in arena.items()} for kind, arena in self.arenas.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Restore what `state_dict` returned; unknown kinds, names or sizes are an error."""
+        for kind, tensors in state.items():
+            if kind not in self.arenas:
+                raise ValueError(f"State holds {kind!r}, which this compressor does not keep: {sorted(self.arenas)}.")
+            self.arenas[kind].load(tensors)
+
+    @contextmanager
+    def held(self, keys: Iterable[str]) -> Iterator[None]:
+        """Whatever happens inside, the state of these parameters is afterwards, bit for bit, what it was before."""
+        saved = [(a, k, a[k].clone() if k in a else None) for a in self.arenas.values() for k in keys if k in a.sizes]
+        try:
+            yield
+        finally:
+            for arena, key, value in saved:
+                if value is not None:
+                    arena[key].copy_(value)
+                elif key in arena:
+                    arena[key].zero_()
