@@ -16,19 +16,18 @@ class Counters:
         steps: Steps whose gradients were reduced.
         messages: Collectives issued for reductions.
         payload_bytes: Bytes handed to them.
-        wire_bytes: Bytes sent to other ranks: the payload times the collective's factor.
-        network_bytes: Of these, bytes sent to other nodes.
-        dense_bytes: What a ring all-reduce of the uncompressed gradients would have sent.
-        wait_seconds: Time the training thread stood still, waiting for a reduction to end.
+        sent: Bytes sent to other ranks, exactly: the payload times the collective's factor.
+        dense: What ring all-reduces of the uncompressed gradients would have sent.
+        wait_seconds: Time the training thread stood still, waiting for a reduction to end; `None` where it is torch that
+            waits and nothing can be measured (strict without a compressor).
     """
 
     steps: int = 0
     messages: int = 0
     payload_bytes: int = 0
-    wire_bytes: float = 0.0
-    network_bytes: float = 0.0
-    dense_bytes: float = 0.0
-    wait_seconds: float = 0.0
+    sent: Bytes = Bytes()
+    dense: Bytes = Bytes()
+    wait_seconds: float | None = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def count(self, payload: int, sent: Bytes) -> None:
@@ -36,8 +35,27 @@ class Counters:
         with self._lock:
             self.messages += 1
             self.payload_bytes += payload
-            self.wire_bytes += sent.sent
-            self.network_bytes += sent.network
+            self.sent += sent
+
+    def count_dense(self, sent: Bytes) -> None:
+        """Add what the uncompressed gradients of one bucket would have cost."""
+        with self._lock:
+            self.dense += sent
+
+    @property
+    def wire_bytes(self) -> int:
+        """Whole bytes sent to other ranks."""
+        return round(self.sent.sent)
+
+    @property
+    def network_bytes(self) -> int:
+        """Whole bytes sent to other nodes."""
+        return round(self.sent.network)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Whole bytes that the uncompressed gradients would have cost."""
+        return round(self.dense.sent)
 
     @property
     def compression_ratio(self) -> float | None:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes that one rank sends.
+    """Bytes that one rank sends; exact, since a ring sends 2 p (N-1)/N and three ranks divide few payloads evenly.
 
     Attributes:
         sent: To other ranks, wherever they are.
         network: Of these, to ranks on other nodes. The sum over a node's ranks crosses its network interface.
     """
 
-    sent: float = 0.0
-    network: float = 0.0
+    sent: Fraction | int = 0
+    network: Fraction | int = 0
 
     def __add__(self, other: Bytes) -> Bytes:
         return Bytes(self.sent + other.sent, self.network + other.network)
+
+    def rounded(self) -> Bytes:
+        """Whole bytes, for display."""
+        return Bytes(round(self.sent), round(self.network))
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,8 @@ class Topology:
         """Ring all-reduce of `nbytes`: 2 p (N-1)/N, all of it to the next rank."""
         if self.size == 1:
             return Bytes()
-        sent = 2 * nbytes * (self.size - 1) / self.size
-        return Bytes(sent, sent if self.is_remote((self.rank + 1) % self.size) else 0.0)
+        sent = Fraction(2 * nbytes * (self.size - 1), self.size)
+        return Bytes(sent, sent if self.is_remote((self.rank + 1) % self.size) else 0)
 
     def all_to_all(self, nbytes: Sequence[int]) -> Bytes:
         """Direct messages, `nbytes[r]` to rank r; what stays here costs nothing."""

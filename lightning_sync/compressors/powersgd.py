@@ -12,7 +12,8 @@ from torch import Tensor
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.base import Compressor, Payload, Reduction
 from lightning_sync.compressors.exact import Exact
-from lightning_sync.state import ParamSpec, State
+from lightning_sync.compressors.random import generator
+from lightning_sync.state import Arena, ParamSpec, State
 
 
 @dataclass(frozen=True)
@@ -168,12 +169,10 @@ def _split(flat: Tensor, shapes: Sequence[tuple[int, int, int]]) -> list[Tensor]
     return [p.view(shape) for p, shape in zip(parts, shapes, strict=True)]
 
 
-def _directions(rows: int, rank: int, seed: int, name: str, like: object) -> Tensor:
+def _directions(rows: int, rank: int, seed: int, name: str, like: Arena) -> Tensor:
     """A random ``[rows, rank]`` matrix that depends on the seed and the name only (the same on all ranks)."""
-    from lightning_sync.compressors.random import generator  # here: keeps the import list of the maths short
-
-    dtype, device = like.dtype, like.device  # type: ignore[attr-defined]
-    return torch.randn(rows, rank, generator=generator(seed, name), dtype=torch.float32).to(device=device, dtype=dtype)
+    matrix = torch.randn(rows, rank, generator=generator(seed, name), dtype=torch.float32)
+    return matrix.to(device=like.device, dtype=like.dtype)
 
 
 def orthogonalise_(columns: Tensor, fallback: Tensor, tolerance: float = 1e-5) -> Tensor:

@@ -1,0 +1,78 @@
+"""Process groups for reductions: made once, on all ranks, in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from lightning_sync.comm.counters import Counters
+from lightning_sync.comm.topology import Topology
+from lightning_sync.comm.wire import GroupWire
+
+
+@dataclass
+class Wires:
+    """The wires one reducer uses.
+
+    Attributes:
+        world: All ranks that reduce together.
+        intra: The ranks of this node, and
+        inter: those with this rank's place on their nodes; both `None` when reductions are flat.
+    """
+
+    world: GroupWire
+    intra: GroupWire | None = None
+    inter: GroupWire | None = None
+
+
+def discover_topology(node: int, device: torch.device) -> Topology:
+    """Ask every rank which node it is on (collective on the default group)."""
+    mine = torch.tensor([node], dtype=torch.int64, device=device)
+    everyone = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(everyone, mine)
+    return Topology(dist.get_rank(), tuple(everyone.tolist()))
+
+
+def make_wires(
+    topology: Topology, counters: Counters, wait: Callable[[dist.Work], None] | None = None, two_level: bool | None = None
+) -> Wires:
+    """Create the groups for reductions over all ranks.
+
+    Args:
+        topology: All ranks of the default group.
+        counters: Where their bytes are counted.
+        wait: See `GroupWire`.
+        two_level: Reduce inside each node first, exactly, and between nodes only this node's share per rank. `None`:
+            when there are several nodes with several ranks each.
+
+    Raises:
+        ValueError: if `two_level` is asked for, but nodes hold different numbers of ranks.
+    """
+    if two_level and topology.ranks_per_node is None:
+        raise ValueError(
+            f"two_level=True needs the same number of ranks on every node, got {sorted(topology.by_node().items())}. "
+            "Start equal numbers, or use two_level=False."
+        )
+    wires = Wires(GroupWire(_group(list(range(topology.size)), topology.rank), topology, counters, wait))
+    per_node = topology.ranks_per_node
+    worthwhile = per_node is not None and 1 < per_node < topology.size
+    if not (worthwhile if two_level is None else two_level):
+        return wires
+    nodes = list(topology.by_node().values())
+    for ranks in nodes:  # every rank takes part in the creation of every group, in this order
+        group = _group(ranks, topology.rank)
+        if group is not None:
+            wires.intra = GroupWire(group, topology.intra(), counters, wait)
+    for place in range(len(nodes[0])):
+        group = _group([ranks[place] for ranks in nodes], topology.rank)
+        if group is not None:
+            wires.inter = GroupWire(group, topology.inter(), counters, wait)
+    return wires
+
+
+def _group(ranks: list[int], rank: int) -> dist.ProcessGroup:
+    group = dist.new_group(ranks)
+    return group if rank in ranks else None  # type: ignore[return-value]

@@ -1,0 +1,168 @@
+"""Where reductions run: one thread, one order, and no wait that a failure cannot end.
+
+Collectives of a group must be issued in the same order on every rank. Reductions with several dependent rounds would
+break that if each started its next round as soon as the one before was done, so whole reductions run one after the
+other, in the order in which they were submitted: DDP's bucket order, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+OnError = Callable[[BaseException, str], None]
+
+
+class ReductionAborted(RuntimeError):
+    """A reduction was given up because another one, here or on another rank, had failed."""
+
+
+class Executor(ABC):
+    """Runs reductions in the order of submission.
+
+    Args:
+        on_error: Called once, with the first exception and what was being done.
+
+    A failing reduction never leaves through its future: DDP would turn it into an unreadable cast error. The future
+    completes with the tensor as it is, every later one does so at once, and `check` raises the original exception on
+    the training thread.
+    """
+
+    def __init__(self, on_error: OnError | None = None) -> None:
+        self.error: BaseException | None = None
+        self._on_error = on_error
+
+    @abstractmethod
+    def submit(self, job: Callable[[], None], result: Tensor, where: str) -> torch.futures.Future[Tensor]:
+        """Queue `job`; the future holds `result` once it has run."""
+
+    @abstractmethod
+    def wait(self, work: dist.Work) -> None:
+        """Block until a collective that was issued by a running job is done."""
+
+    def check(self) -> None:
+        """Raise the first exception of any reduction."""
+        if self.error is not None:
+            raise self.error
+
+    def abort(self, error: BaseException) -> None:
+        """Give up what is running and queued (any thread); `check` raises `error` if nothing failed before."""
+        if self.error is None:
+            self.error = error
+
+    def close(self) -> None:
+        """Stop accepting jobs and release the thread, if there is one."""
+
+    def _run(self, job: Callable[[], None], where: str) -> None:
+        if self.error is not None:
+            return
+        try:
+            job()
+        except ReductionAborted:
+            pass  # abort() has stored the reason already
+        except BaseException as error:  # everything, KeyboardInterrupt included, has to reach the training thread
+            first = self.error is None
+            if first:
+                self.error = error
+                if self._on_error is not None:
+                    self._on_error(error, where)
+
+
+class ThreadExecutor(Executor):
+    """Reductions on a thread of their own, for gloo on the CPU.
+
+    Args:
+        deadline: Seconds one collective may take.
+        on_error: See `Executor`.
+    """
+
+    def __init__(self, deadline: float = 120.0, on_error: OnError | None = None) -> None:
+        super().__init__(on_error)
+        self.deadline = deadline
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None], str] | None] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="lightning_sync-comm", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None], result: Tensor, where: str) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._queue.put((job, lambda: future.set_result(result), where))
+        return future
+
+    def wait(self, work: dist.Work) -> None:
+        # A wait inside gloo cannot be interrupted, and its time-out kills the group. So the thread sleeps on an event of
+        # its own, which the collective's end or `abort` sets.
+        done = threading.Event()
+        self._wake = done
+        if self.error is not None:
+            raise ReductionAborted
+        work.get_future().add_done_callback(lambda _: done.set())
+        if not done.wait(self.deadline):
+            raise TimeoutError(
+                f"a collective was not done after {self.deadline:g} s (step_timeout): another rank has stopped, hangs, "
+                "or has not reached this point. Raise step_timeout if a step may take that long."
+            )
+        if self.error is not None and not work.is_completed():
+            raise ReductionAborted
+        work.wait()  # done: raises what the collective raised
+
+    def abort(self, error: BaseException) -> None:
+        super().abort(error)
+        self._wake.set()
+
+    def close(self) -> None:
+        self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=1.0)
+
+    def _loop(self) -> None:
+        while (item := self._queue.get()) is not None:
+            job, finish, where = item
+            self._run(job, where)
+            finish()
+
+
+class StreamExecutor(Executor):
+    """Reductions on a CUDA side stream, issued at once by the calling thread, in its order.
+
+    NCCL collectives return to the host before they are done, so no thread is needed and the host does not wait; kernels
+    and collectives of a reduction follow each other on the side stream. Not run on GPUs yet.
+    """
+
+    def __init__(self, device: torch.device, on_error: OnError | None = None) -> None:
+        super().__init__(on_error)
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, job: Callable[[], None], result: Tensor, where: str) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self.device])
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            self._run(job, where)
+            result.record_stream(self._stream)
+            future.set_result(result)
+        return future
+
+    def wait(self, work: dist.Work) -> None:
+        work.wait()  # makes the side stream wait, not the host
+
+
+def executor_for(device: torch.device, deadline: float, on_error: OnError | None = None) -> Executor:
+    """The executor that suits a device."""
+    if device.type == "cuda":
+        return StreamExecutor(device, on_error)
+    return ThreadExecutor(deadline, on_error)
+
+
+def seconds(start: float) -> float:
+    """Seconds since a `time.perf_counter` reading."""
+    return time.perf_counter() - start

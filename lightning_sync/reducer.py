@@ -1,0 +1,222 @@
+"""Drives compressors over wires: the path a bucket of gradients takes from one rank's values to everyone's mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sync.aggregators.base import Aggregator
+from lightning_sync.aggregators.mean import Mean
+from lightning_sync.comm.groups import Wires
+from lightning_sync.comm.topology import Bytes, Topology
+from lightning_sync.comm.wire import Wire
+from lightning_sync.compressors.base import Compressor, Payload, Reduction
+from lightning_sync.compressors.route import Route
+from lightning_sync.state import ParamSpec, State
+from lightning_sync.two_level import Shares, TwoLevelPlan
+
+
+def drive(runs: Sequence[Reduction], wire: Wire) -> list[Sequence[Tensor]]:
+    """Run reductions in lock-step: round k of all of them is one `Wire.round`."""
+    results: list[Sequence[Tensor]] = [()] * len(runs)
+    answers: dict[int, Payload] = {}
+    active = list(range(len(runs)))
+    while active:
+        payloads, waiting = [], []
+        for i in active:
+            try:
+                payloads.append(runs[i].send(answers[i]) if i in answers else next(runs[i]))
+                waiting.append(i)
+            except StopIteration as stop:
+                results[i] = stop.value
+        active = waiting
+        if active:
+            answers = dict(zip(active, wire.round(payloads), strict=True))
+    return results
+
+
+@dataclass
+class _Served:
+    """A compressor with the state of the parameters it serves."""
+
+    compressor: Compressor
+    state: State
+
+
+class Reducer:
+    """Reduces gradients, or any tensors that belong to parameters, to their mean over the ranks.
+
+    Args:
+        params: All parameters that will be reduced, in registration order.
+        route: Which compressor serves which of them.
+        wires: The groups; two-level when they hold an `intra` and an `inter` wire.
+        aggregator: How contributions become one; the mean by default.
+        seed: Seed of compressors' private generators, the same on all ranks.
+
+    Attributes:
+        step: Attempted steps so far; set by the caller, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ParamSpec],
+        route: Route,
+        wires: Wires,
+        aggregator: Aggregator | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.params = tuple(params)
+        self.wires = wires
+        self.route = route
+        self.aggregator = aggregator or Mean()
+        self.step = 0
+        assigned = route.assign(self.params)
+        check_aggregates(self.aggregator, [c for c, _ in assigned])
+        self._shares = Shares.plan(assigned, wires.intra.topology) if wires.intra is not None else None
+        outer = wires.inter or wires.world
+        self._served: list[_Served] = []
+        self._serves: dict[str, int] = {}
+        for i, (compressor, members) in enumerate(assigned):
+            mine = members if self._shares is None else self._shares.pieces(members)
+            state = compressor.init(mine)
+            state.rank, state.world_size, state.seed = outer.rank, outer.size, seed
+            state.share = 1.0 if self._shares is not None else 1.0 / outer.size
+            state.combine = self.aggregator.combine
+            self._served.append(_Served(compressor, state))
+            self._serves.update((p.name, i) for p in members)
+        self._buckets: dict[tuple[str, ...], list[tuple[_Served, list[int]]]] = {}
+        self._plans: dict[tuple[str, ...], TwoLevelPlan] = {}
+
+    def reduce(self, names: Sequence[str], tensors: Sequence[Tensor], unused: Sequence[str] = ()) -> None:
+        """Replace every tensor by the mean over the ranks (collective: same names, same order, on all ranks).
+
+        Args:
+            names: Parameters of this bucket.
+            tensors: This rank's values, one per name, of one dtype; overwritten.
+            unused: Parameters that no rank used in this step. They take part, so that all ranks send the same, but their
+                state stays as it was: what they would emit would be thrown away.
+        """
+        counters, world = self.wires.world.counters, self.wires.world.topology
+        counters.count_dense(world.all_reduce(sum(t.nbytes for t in tensors)))
+        for served in self._served:
+            served.state.step = self.step
+        with ExitStack() as stack:
+            for served in self._served:
+                keys = [p.key for p in served.state.params if p.name in unused]
+                if keys:
+                    stack.enter_context(served.state.held(keys))
+            if self.wires.intra is None:
+                self._reduce_flat(names, tensors)
+            else:
+                self._reduce_two_level(names, tensors)
+
+    def any(self, flags: Tensor) -> Tensor:
+        """Element-wise "does any rank say 1" of a uint8 tensor, in place (collective)."""
+        if self.wires.intra is None or self.wires.inter is None:
+            return self.wires.world.any(flags)
+        return self.wires.inter.any(self.wires.intra.any(flags))
+
+    def predicted_bytes(self, step: int | None = None, *, rank: int | None = None) -> Bytes:
+        """What a rank (this one by default) sends in one step; step `None`: after any warm-up of the compressors."""
+        world = self.wires.world.topology
+        view = world if rank is None else Topology(rank, world.nodes)
+        if self._shares is None:
+            return sum((s.compressor.wire_bytes(s.state.params, view, step) for s in self._served), Bytes())
+        place = view.intra().rank
+        total = self._shares.intra_bytes(view.intra())
+        for served, members in zip(self._served, self._shares.members, strict=True):
+            pieces = self._shares.pieces(members, place)
+            total = total + served.compressor.wire_bytes(pieces, view.inter(), step)
+        return total
+
+    def interface_bytes(self, step: int | None = None) -> int:
+        """Predicted bytes per step through this node's network interface (all bytes sent, if there is one node)."""
+        world = self.wires.world.topology
+        if len(set(world.nodes)) == 1:
+            return round(self.predicted_bytes(step).sent)
+        return round(sum(self.predicted_bytes(step, rank=r).network for r in world.intra_ranks()))
+
+    def bf16_interface_bytes(self) -> int:
+        """The same for a plain bf16 ring all-reduce: what every compressor has to beat."""
+        world = self.wires.world.topology
+        nbytes = 2 * sum(p.numel for p in self.params)
+        if len(set(world.nodes)) == 1:
+            return round(world.all_reduce(nbytes).sent)
+        return round(sum(Topology(r, world.nodes).all_reduce(nbytes).network for r in world.intra_ranks()))
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Every tensor the compressors keep on this rank, ``{kind: {parameter: tensor}}``."""
+        merged: dict[str, dict[str, Tensor]] = {}
+        for served in self._served:
+            for kind, tensors in served.state.state_dict().items():
+                merged.setdefault(kind, {}).update(tensors)
+        return merged
+
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Restore what `state_dict` returned, on the same rank of a run with the same ranks and compressors."""
+        for served in self._served:
+            mine = {p.key for p in served.state.params}
+            parts = {kind: {n: t for n, t in tensors.items() if n in mine} for kind, tensors in state.items()}
+            served.state.load_state_dict({kind: tensors for kind, tensors in parts.items() if tensors})
+
+    def _reduce_flat(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        bucket = self._bucket(tuple(names))
+        runs = [
+            served.compressor.reduce([names[i] for i in members], [tensors[i] for i in members], served.state)
+            for served, members in bucket
+        ]
+        for (_, members), result in zip(bucket, drive(runs, self.wires.world), strict=True):
+            _write([tensors[i] for i in members], result)
+
+    def _reduce_two_level(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        assert self.wires.intra is not None
+        assert self.wires.inter is not None
+        assert self._shares is not None
+        key = tuple(names)
+        if key not in self._plans:
+            self._plans[key] = TwoLevelPlan.make(names, self._shares)
+        plan = self._plans[key]
+        share = 1.0 / self.wires.world.size
+        (owned,) = drive([plan.scatter(tensors, share)], self.wires.intra)
+        bucket: dict[int, list[int]] = {}
+        for position, piece in enumerate(plan.own):
+            bucket.setdefault(self._serves[piece.name], []).append(position)
+        runs = [
+            self._served[i].compressor.reduce(
+                [plan.own[j].key for j in members], [owned[j] for j in members], self._served[i].state
+            )
+            for i, members in bucket.items()
+        ]
+        for members, result in zip(bucket.values(), drive(runs, self.wires.inter), strict=True):
+            _write([owned[j] for j in members], result)
+        drive([plan.gather(owned, tensors)], self.wires.intra)
+
+    def _bucket(self, names: tuple[str, ...]) -> list[tuple[_Served, list[int]]]:
+        if names not in self._buckets:
+            table: dict[int, list[int]] = {}
+            for position, name in enumerate(names):
+                table.setdefault(self._serves[name], []).append(position)
+            self._buckets[names] = [(self._served[i], table[i]) for i in sorted(table)]
+        return self._buckets[names]
+
+
+def check_aggregates(aggregator: Aggregator, compressors: Sequence[Compressor]) -> None:
+    """An aggregator other than the mean has to see every contribution."""
+    if not aggregator.linear:
+        deaf = sorted({type(c).__name__ for c in compressors if not c.aggregates})
+        if deaf:
+            raise ValueError(
+                f"aggregator={aggregator!r} needs every rank's contribution, but {', '.join(deaf)} is summed on the "
+                "wire. Use a compressor that exchanges blocks, such as 'int8', or aggregator='mean'."
+            )
+
+
+def _write(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    pairs = [(t, r) for t, r in zip(tensors, results, strict=True) if t is not r]
+    if pairs:
+        torch._foreach_copy_([t for t, _ in pairs], [r for _, r in pairs])
+
