@@ -9,21 +9,30 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-T = TypeVar("T")
 OnError = Callable[[BaseException, str], None]
 
 
 class ReductionAborted(RuntimeError):
     """A reduction was given up because another one, here or on another rank, had failed."""
+
+
+class Promise:
+    """A future for DDP, and the tensor it will hold."""
+
+    def __init__(self, future: torch.futures.Future[Tensor], result: Tensor) -> None:
+        self.future = future
+        self._result = result
+
+    def complete(self) -> None:
+        """Let the waiting side go on."""
+        self.future.set_result(self._result)
 
 
 class Executor(ABC):
@@ -42,8 +51,12 @@ class Executor(ABC):
         self._on_error = on_error
 
     @abstractmethod
-    def submit(self, job: Callable[[], None], result: Tensor, where: str) -> torch.futures.Future[Tensor]:
-        """Queue `job`; the future holds `result` once it has run."""
+    def promise(self, result: Tensor) -> Promise:
+        """A promise of `result`, to be handed to `submit` together with the job that computes it."""
+
+    @abstractmethod
+    def submit(self, job: Callable[[], None], promises: Sequence[Promise], where: str) -> None:
+        """Queue `job`; the promises complete once it has run, or has failed."""
 
     @abstractmethod
     def wait(self, work: dist.Work) -> None:
@@ -70,8 +83,7 @@ class Executor(ABC):
         except ReductionAborted:
             pass  # abort() has stored the reason already
         except BaseException as error:  # everything, KeyboardInterrupt included, has to reach the training thread
-            first = self.error is None
-            if first:
+            if self.error is None:
                 self.error = error
                 if self._on_error is not None:
                     self._on_error(error, where)
@@ -88,15 +100,16 @@ class ThreadExecutor(Executor):
     def __init__(self, deadline: float = 120.0, on_error: OnError | None = None) -> None:
         super().__init__(on_error)
         self.deadline = deadline
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None], str] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Sequence[Promise], str] | None] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="lightning_sync-comm", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], None], result: Tensor, where: str) -> torch.futures.Future[Tensor]:
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._queue.put((job, lambda: future.set_result(result), where))
-        return future
+    def promise(self, result: Tensor) -> Promise:
+        return Promise(torch.futures.Future(), result)
+
+    def submit(self, job: Callable[[], None], promises: Sequence[Promise], where: str) -> None:
+        self._queue.put((job, promises, where))
 
     def wait(self, work: dist.Work) -> None:
         # A wait inside gloo cannot be interrupted, and its time-out kills the group. So the thread sleeps on an event of
@@ -126,9 +139,10 @@ class ThreadExecutor(Executor):
 
     def _loop(self) -> None:
         while (item := self._queue.get()) is not None:
-            job, finish, where = item
+            job, promises, where = item
             self._run(job, where)
-            finish()
+            for promise in promises:
+                promise.complete()
 
 
 class StreamExecutor(Executor):
@@ -143,14 +157,16 @@ class StreamExecutor(Executor):
         self.device = device
         self._stream = torch.cuda.Stream(device)
 
-    def submit(self, job: Callable[[], None], result: Tensor, where: str) -> torch.futures.Future[Tensor]:
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self.device])
+    def promise(self, result: Tensor) -> Promise:
+        result.record_stream(self._stream)
+        return Promise(torch.futures.Future(devices=[self.device]), result)
+
+    def submit(self, job: Callable[[], None], promises: Sequence[Promise], where: str) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             self._run(job, where)
-            result.record_stream(self._stream)
-            future.set_result(result)
-        return future
+            for promise in promises:
+                promise.complete()  # records the side stream; DDP's stream will wait for it
 
     def wait(self, work: dist.Work) -> None:
         work.wait()  # makes the side stream wait, not the host
@@ -162,7 +178,3 @@ def executor_for(device: torch.device, deadline: float, on_error: OnError | None
         return StreamExecutor(device, on_error)
     return ThreadExecutor(deadline, on_error)
 
-
-def seconds(start: float) -> float:
-    """Seconds since a `time.perf_counter` reading."""
-    return time.perf_counter() - start
