@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sync.comm.counters import Counters
 from lightning_sync.comm.worker import Executor, Promise
+from lightning_sync.marks import GradientMarks
 from lightning_sync.reducer import Reducer
 from lightning_sync.state import ParamSpec, canonical_name
 
@@ -65,17 +66,12 @@ class CommHook:
         self._loss_scale = loss_scale
         self._names = {id(p): spec.name for spec, p in param_specs(model.module)}
         self._queue: list[_Bucket] = []
-        self._used: set[str] | None = None
         self._backward_ended = 0.0
         self._by_batch = False
         self._new_step = True
-        # Which parameters took part is only in question where DDP looks for unused ones. These hooks run inside
-        # AccumulateGrad, before DDP's own marks the parameter ready, so a bucket's hook sees its parameters' bits.
-        self._handles = []
-        if model.find_unused_parameters or model.static_graph:
-            self._used = set()
-            for spec, p in param_specs(model.module):
-                self._handles.append(p.register_post_accumulate_grad_hook(self._marker(spec.name)))
+        # Which parameters took part is only in question where DDP looks for unused ones.
+        named = [(spec.name, p) for spec, p in param_specs(model.module)]
+        self._marks = GradientMarks(named) if model.find_unused_parameters or model.static_graph else None
         model.register_comm_hook(None, self.enqueue)
 
     def enqueue(self, state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -104,25 +100,16 @@ class CommHook:
 
     def close(self) -> None:
         """Remove the marks and end the executor. The hook cannot be taken off DDP; a new `fit` makes a new DDP."""
-        for handle in self._handles:
-            handle.remove()
+        if self._marks is not None:
+            self._marks.close()
         self.executor.close()
 
-    def _marker(self, name: str) -> Callable[[Tensor], None]:
-        def mark(_: Tensor) -> None:
-            assert self._used is not None
-            self._used.add(name)
-
-        return mark
-
     def _unused(self, names: Sequence[str]) -> list[str]:
-        """Parameters of the bucket that no rank has used since the last reduction (collective)."""
-        if self._used is None:
+        """Parameters of the bucket that no rank has used since the last reduction (collective, if it is in question)."""
+        if self._marks is None:
             return []
-        device = self.reducer.params[0].device
-        # The answer decides what the host does next, so on CUDA this stops the host: the price of unused parameters.
-        bits = torch.tensor([n in self._used for n in names], dtype=torch.uint8).to(device)
-        return [n for n, used in zip(names, self.reducer.any(bits).tolist(), strict=True) if not used]
+        used = self._marks.used_anywhere(names, self.reducer)
+        return [name for name, any_rank in zip(names, used, strict=True) if not any_rank]
 
     def _reduce(self, buckets: Sequence[_Bucket], *, last: bool) -> None:
         if self._new_step:
@@ -135,8 +122,8 @@ class CommHook:
         else:
             self._reduce_scaled(buckets, self._loss_scale())
         if last:
-            if self._used is not None:
-                self._used.clear()
+            if self._marks is not None:
+                self._marks.clear()
             self._new_step = not self._by_batch
             if self.counters.wait_seconds is not None:
                 self.counters.wait_seconds += time.perf_counter() - self._backward_ended

@@ -1,0 +1,246 @@
+"""The background thread that carries a rank's notices to the store and brings the others' notices back."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from lightning_sync.comm.agreement import StopAgreement
+from lightning_sync.comm.board import Board
+from lightning_sync.comm.failure import FailureRecord, RemoteFailure
+from lightning_sync.comm.heartbeat import LifeTable, Straggler, encode_beat
+from lightning_sync.comm.last_resort import ExitGuard
+
+_log = logging.getLogger(__name__)
+
+_HURRY = 0.02
+_RANKS_PER_LOOK = 32
+
+
+class Courier:
+    """Makes all store calls of one rank, on one thread.
+
+    Other threads leave work in its attributes and call :meth:`wake`; what it finds out, they read from its attributes.
+
+    Args:
+        board: The run's notice board; belongs to this thread from now on.
+        rank: This rank.
+        world_size: Number of ranks.
+        host: This rank's host name.
+        interval: Seconds between two rounds.
+        lost_after: Seconds of silence after which another rank counts as failed, or None.
+        agreement: This rank's part in the stop agreement.
+        guard: Armed when the first failure is seen.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        world_size: int,
+        *,
+        host: str,
+        interval: float,
+        lost_after: float | None,
+        agreement: StopAgreement,
+        guard: ExitGuard,
+    ) -> None:
+        self._board = board
+        self._rank = rank
+        self._world_size = world_size
+        self._host = host
+        self._interval = interval
+        self._lost_after = lost_after
+        self._agreement = agreement
+        self._guard = guard
+        self.beat_every = 2 * interval
+        # Every rank reads every beat: in larger runs less often, so that the store's load grows with N, not with N^2.
+        self._look_every = self.beat_every * -(-world_size // _RANKS_PER_LOOK)
+        self.silence = 2.5 * self._look_every  # seconds without a sign of life that make a rank suspect
+        self.lives = LifeTable(world_size, longest_gap=2 * self._look_every)
+
+        self.stop_request: str | None = None  # set by signal handlers: a plain attribute, no lock
+        self.stop_reason: str | None = None
+        self.suspect_until = 0.0
+        self.counts: dict[int, int] = {}
+        self.failed = threading.Event()
+        self.failure: RemoteFailure | None = None
+        self.remote = False
+        self._report: FailureRecord | None = None
+        self._callbacks: list[Callable[[RemoteFailure], None]] = []
+        self._lock = threading.Lock()  # guards the four above
+
+        self._wake = threading.Event()
+        self._closing = False
+        self._linger_until = 0.0
+        self._news = 0
+        self._request_sent = False
+        self._count_sent = False
+        self._left = False
+        self._heard: set[int] = set()
+        self._beats = 0
+        self._next_beat = 0.0
+        self._next_look = 0.0
+        self._last_look = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="lightning-sync-watch", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Do a round soon. Not for signal handlers: an Event's lock can be held by the thread they interrupt."""
+        self._wake.set()
+
+    def report(self, record: FailureRecord, wait: float) -> None:
+        """Publish this rank's failure; return when that is done, after ``wait`` seconds at most."""
+        with self._lock:
+            if self._report is None:
+                self._report = record
+        self.wake()
+        if not self.failed.wait(wait if self._thread.is_alive() else 0):
+            # The store does not answer: this rank at least knows its own failure.
+            self.see(record)
+
+    def see(self, record: FailureRecord) -> None:
+        """Take note of the run's first failure; later ones are dropped."""
+        remote = record.reporter != self._rank or record.rank != self._rank
+        with self._lock:
+            if self.failure is not None:
+                return
+            failure = self.failure = RemoteFailure(record)
+            self.remote = remote
+            callbacks, self._callbacks = self._callbacks, []
+        self._guard.arm(str(failure), local=not remote)
+        self.failed.set()
+        for callback in callbacks if remote else ():
+            try:
+                callback(failure)
+            except Exception:
+                _log.exception("a callback for the failure of rank %d failed", record.rank)
+
+    def add_callback(self, callback: Callable[[RemoteFailure], None]) -> None:
+        """Call back when another rank's failure is first seen, or now if that has happened."""
+        with self._lock:
+            seen = self.failure if self.remote else None
+            if seen is None:
+                self._callbacks.append(callback)
+        if seen is not None:
+            callback(seen)
+
+    def lose_store(self, what: str, type_name: str) -> None:
+        """Take note that the store is out of reach, which nobody can publish."""
+        host, step = self.lives.host(0), self.lives.step(0)
+        message = f"rank 0's host, which keeps the store, is gone: {what}"
+        self.see(FailureRecord(0, host, step, "the store", type_name, message, traceback_text="", reporter=-1))
+
+    def silent(self) -> list[Straggler]:
+        """Return the other unfinished ranks that have missed two signs of life."""
+        return self._silent_for(self.silence)
+
+    def close(self, linger: float, patience: float) -> None:
+        """Publish what is left and end the thread; see :meth:`Watcher.close`."""
+        self._linger_until = time.monotonic() + linger
+        self._closing = True
+        self.wake()
+        self._thread.join(linger + patience)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._guard.round_begins()
+                last = self._round()
+                self._guard.round_ends()
+                if last:
+                    return
+                undecided = self._agreement.frozen and self._agreement.stop_at is None
+                self._wake.wait(_HURRY if undecided or self._closing else self._interval)
+                self._wake.clear()
+        except RuntimeError as error:  # what torch's stores raise
+            if self._report is not None:
+                self.see(self._report)
+            elif not (self._agreement.finished or self._closing):
+                kind = type(error)
+                self.lose_store(str(error).partition("\n")[0], f"{kind.__module__}.{kind.__qualname__}")
+        except Exception as error:
+            _log.exception("the watcher of rank %d cannot go on", self._rank)
+            step, where = self._agreement.count, "the watcher"
+            self.see(FailureRecord.of(error, self._rank, self._host, step, where, reporter=-1))
+        finally:
+            self._guard.round_ends()
+
+    def _round(self) -> bool:
+        """Do one round of store calls; return whether it was the last one."""
+        closing = self._closing
+        board, agreement = self._board, self._agreement
+        if self._report is not None and not self.failed.is_set():
+            self._claim(self._report)
+        if self.stop_request is not None and not self._request_sent:
+            board.claim("stop", f"{self.stop_request} on rank {self._rank} (host {self._host})")
+            self._request_sent = True
+        news = board.news()
+        if news != self._news:
+            self._read_news()
+            self._news = news
+        committed = agreement.published
+        if committed is not None and not self._count_sent:
+            board.post(f"count/{self._rank}", str(committed))
+            self._count_sent = True
+        now = time.monotonic()
+        if now >= self._next_beat or closing:
+            self._next_beat = now + self.beat_every
+            self._beats += 1
+            beat = encode_beat(self._beats, agreement.count, agreement.finished, self._host)
+            board.put(f"beat/{self._rank}", beat)
+        if now >= self._next_look or now < self.suspect_until:
+            self._look(now)
+        if not self._left and (closing or agreement.finished or self.failed.is_set()):
+            board.add("left", 1)
+            self._left = True
+        return closing and self._may_go()
+
+    def _read_news(self) -> None:
+        board, agreement = self._board, self._agreement
+        if not self.failed.is_set() and board.has("failure"):
+            self.see(FailureRecord.from_json(board.read("failure")))
+        if not agreement.frozen and board.has("stop"):
+            self.stop_reason = board.read("stop")
+            agreement.freeze()
+        if agreement.frozen and len(self.counts) < self._world_size:
+            for rank in range(self._world_size):
+                if rank not in self.counts and board.has(f"count/{rank}"):
+                    self.counts[rank] = int(board.read(f"count/{rank}"))
+            if len(self.counts) == self._world_size:
+                agreement.decide(self.counts.values())
+
+    def _look(self, now: float) -> None:
+        board = self._board
+        self._next_look = now + self._look_every
+        if len(self._heard) < self._world_size:
+            unheard = [rank for rank in range(self._world_size) if rank not in self._heard]
+            self._heard.update(rank for rank in unheard if board.has(f"beat/{rank}"))
+        ranks = sorted(self._heard)
+        texts = board.read_all([f"beat/{rank}" for rank in ranks])
+        self.lives.observe(dict(zip(ranks, texts, strict=True)), now - self._last_look)
+        self._last_look = now
+        if self.failed.is_set() or self._closing:
+            return
+        lost = self.silent() if now < self.suspect_until else []
+        if self._lost_after is not None:
+            lost += self._silent_for(self._lost_after)
+        if lost:
+            rank, host, step, quiet = lost[0]
+            message = f"no sign of life for {quiet:.1f} s: its process was killed or its host is out of reach"
+            record = FailureRecord(rank, host, step, "an unknown place", "ConnectionError", message, "", self._rank)
+            self._claim(record)
+
+    def _silent_for(self, seconds: float) -> list[Straggler]:
+        return [row for row in self.lives.silent(seconds) if row.rank != self._rank]
+
+    def _claim(self, record: FailureRecord) -> None:
+        self.see(FailureRecord.from_json(self._board.claim("failure", record.to_json())))
+
+    def _may_go(self) -> bool:
+        if time.monotonic() >= self._linger_until:
+            return True
+        return self._board.add("left", 0) >= self._world_size - len(self.silent())

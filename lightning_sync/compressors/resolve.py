@@ -1,0 +1,34 @@
+"""From what a user writes, a name or an object, to the route that is used."""
+
+from __future__ import annotations
+
+import logging
+
+from lightning_sync.compressors.base import Compressor
+from lightning_sync.compressors.blocks import BlockCodec
+from lightning_sync.compressors.exact import Exact
+from lightning_sync.compressors.feedback import ErrorFeedback
+from lightning_sync.compressors.route import Route, as_route
+
+log = logging.getLogger(__name__)
+
+
+def with_feedback(compressor: Compressor) -> Compressor:
+    """Wrap error feedback around a biased codec; anything else, or what is wrapped already, stays as it is."""
+    if compressor.biased and isinstance(compressor, BlockCodec):
+        log.info("%r is biased: error feedback is wrapped around it (error_feedback=False leaves it bare).", compressor)
+        return ErrorFeedback(compressor)
+    return compressor
+
+
+def to_route(compressor: Compressor | Route, *, error_feedback: bool = True) -> Route:
+    """The route of a compressor, with error feedback where it is needed."""
+    route = as_route(compressor)
+    if not error_feedback:
+        return route
+    return Route([(rule, with_feedback(c)) for rule, c in route.rules])
+
+
+def is_exact(compressor: Compressor | Route | None) -> bool:
+    """Whether this is no compression at all."""
+    return compressor is None or compressor == Exact()
