@@ -1,1 +1,39 @@
-"""Lightning strategies and precision plugins for every way of synchronising data-parallel training."""
+"""Lightning strategies and precision plugins for every way of synchronising data-parallel training.
+
+Importing the package registers its strategies by name, so that ``Trainer(strategy="strict")`` works, and starts nothing.
+"""
+
+from lightning_sync.aggregators import Aggregator, Mean
+from lightning_sync.compressors import (
+    BF16,
+    FP16,
+    BlockInt8,
+    Compressor,
+    ErrorFeedback,
+    Exact,
+    PowerSGD,
+    Route,
+)
+from lightning_sync.precision import WirePrecision
+from lightning_sync.strategies import StrictStrategy, UnwrappedStrategy, register, strategy
+
+__version__ = "0.1.0"
+
+register()
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "Aggregator",
+    "BlockInt8",
+    "Compressor",
+    "ErrorFeedback",
+    "Exact",
+    "Mean",
+    "PowerSGD",
+    "Route",
+    "StrictStrategy",
+    "UnwrappedStrategy",
+    "WirePrecision",
+    "strategy",
+]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lightning_sync.comm.topology import Bytes
@@ -57,7 +60,18 @@ class Counters:
         """Whole bytes that the uncompressed gradients would have cost."""
         return round(self.dense.sent)
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Add the time spent inside to `wait_seconds`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.wait_seconds = (self.wait_seconds or 0.0) + time.perf_counter() - start
+
     @property
     def compression_ratio(self) -> float | None:
-        """Dense bytes over sent bytes; `None` while nothing has been sent."""
-        return self.dense_bytes / self.wire_bytes if self.wire_bytes else None
+        """Dense bytes over sent bytes, between nodes where there are several; `None` while nothing has been sent."""
+        if self.sent.network:
+            return float(self.dense.network / self.sent.network)
+        return float(self.dense.sent / self.sent.sent) if self.sent.sent else None

@@ -73,6 +73,23 @@ def make_wires(
     return wires
 
 
+def make_group_wire(
+    partition: list[list[int]],
+    topology: Topology,
+    counters: Counters,
+    wait: Callable[[dist.Work], None] | None = None,
+) -> GroupWire:
+    """One group per part of all ranks; returns the wire of the part this rank is in."""
+    wires = []
+    for ranks in partition:
+        group = _group(ranks, topology.rank)
+        if group is not None:
+            nodes = tuple(topology.nodes[r] for r in ranks)
+            wires.append(GroupWire(group, Topology(ranks.index(topology.rank), nodes), counters, wait))
+    (wire,) = wires
+    return wire
+
+
 def _group(ranks: list[int], rank: int) -> dist.ProcessGroup:
     group = dist.new_group(ranks)
     return group if rank in ranks else None  # type: ignore[return-value]

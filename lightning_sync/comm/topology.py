@@ -74,6 +74,10 @@ class Topology:
         """The same `nbytes` to every other rank, directly: p (N-1)."""
         return self.all_to_all([nbytes] * self.size)
 
+    def broadcast(self, nbytes: int, source: int) -> Bytes:
+        """From one rank to all others, counted at the source (gloo's tree lets some of the others pass it on)."""
+        return self.all_gather(nbytes) if self.rank == source else Bytes()
+
     def intra(self) -> Topology:
         """The ranks of this rank's node."""
         here = [r for r in range(self.size) if not self.is_remote(r)]

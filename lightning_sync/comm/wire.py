@@ -89,6 +89,12 @@ class GroupWire(Wire):
             self._wait(dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True))
         return flags
 
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite `tensor` with rank `source`'s (a rank of this group)."""
+        if self.size > 1:
+            self.counters.count(tensor.nbytes, self.topology.broadcast(tensor.nbytes, source))
+            self._wait(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
+
     def _start_sums(
         self, payloads: Sequence[Payload], sums: list[tuple[int, int]], finishers: list[Callable[[], None]]
     ) -> None:

@@ -105,6 +105,10 @@ class WirePrecision(Precision):
             self.hook = None
         super().teardown()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Subclasses carry the stock plugins' names (see below), under which pickle would find the stock plugins.
+        return _restore, (self.precision, self.__dict__)
+
     def _register(self, model: nn.Module) -> None:
         assert self.compressor is not None
         if not isinstance(model, DistributedDataParallel):
@@ -160,6 +164,12 @@ _CLASSES: dict[str, type[WirePrecision]] = {
 # this plugin and Lightning's own and keep its loss scale.
 for _wire, _stock in ((_WireFull, Precision), (_WireDouble, DoublePrecision), (_WireHalf, HalfPrecision), (_WireMixed, MixedPrecision)):
     _wire.__qualname__ = _stock.__qualname__
+
+
+def _restore(precision: str, attributes: dict[str, Any]) -> WirePrecision:
+    plugin = object.__new__(_CLASSES[precision])
+    plugin.__dict__.update(attributes)
+    return plugin
 
 
 def _node_rank(module: nn.Module) -> int:

@@ -1,0 +1,287 @@
+"""What all strategies share: options, groups, the watcher, and what happens when something goes wrong."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from abc import abstractmethod
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_sync import _compat, aggregators, compressors
+from lightning_sync.aggregators import Aggregator
+from lightning_sync.comm.counters import Counters
+from lightning_sync.comm.groups import Wires, discover_topology, make_wires
+from lightning_sync.comm.topology import Bytes
+from lightning_sync.comm.watch import Watcher
+from lightning_sync.comm.worker import Executor, executor_for
+from lightning_sync.compressors import Compressor, Route
+from lightning_sync.reducer import Reducer
+from lightning_sync.validity import check_combination
+
+log = logging.getLogger(__name__)
+
+
+class SyncStrategy(DDPStrategy):
+    """Base class of all strategies; see the subclasses for when replicas meet.
+
+    Args:
+        compressor: What is on the wire: a name (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"powersgd"``, or one
+            that another package registered), a `Compressor` with its options, or a `Route`. `None`: the precision
+            plugin's, if it is a `WirePrecision`, else gradients travel as they are.
+        aggregator: How the contributions become one: a name or an `Aggregator`. `None`: the mean.
+        error_feedback: Wrap error feedback around biased compressors. False saves one float32 per element and loses
+            what is not sent.
+        two_level: Reduce inside each node exactly and compress only between nodes. `None`: where it saves bytes, that is
+            when there are several nodes with several ranks each. Without a compressor only when asked for.
+        seed: Seed of the compressors' private random numbers.
+        setup_timeout: Seconds that ranks may take to find each other (30 minutes by default).
+        step_timeout: Seconds that one reduction may take before the run is ended.
+        **kwargs: Everything that `lightning.pytorch.strategies.DDPStrategy` accepts, and through it
+            `torch.nn.parallel.DistributedDataParallel`: ``bucket_cap_mb``, ``find_unused_parameters``,
+            ``static_graph``, ``gradient_as_bucket_view``, ``start_method``, ``process_group_backend`` and so on.
+
+    Attributes:
+        counters: `Counters` of the last or current `fit` on this rank.
+
+    Raises:
+        ValueError, TypeError: for a wrong name or value, at construction.
+    """
+
+    mode: str
+
+    def __init__(
+        self,
+        compressor: Compressor | Route | str | None = None,
+        aggregator: Aggregator | str | None = None,
+        *,
+        error_feedback: bool = True,
+        two_level: bool | None = None,
+        seed: int = 0,
+        setup_timeout: float | None = None,
+        step_timeout: float = 120.0,
+        **kwargs: Any,
+    ) -> None:
+        _check_keywords(type(self).__name__, kwargs)
+        _check_seconds(type(self).__name__, setup_timeout=setup_timeout, step_timeout=step_timeout)
+        if setup_timeout is not None:
+            if "timeout" in kwargs:
+                raise ValueError(f"{type(self).__name__}: setup_timeout and timeout are the same option; pass one.")
+            kwargs["timeout"] = timedelta(seconds=setup_timeout)
+        self.compressor = None if compressor is None else compressors.registry.build(compressor)
+        self.aggregator = aggregators.registry.build("mean" if aggregator is None else aggregator)
+        self.error_feedback = error_feedback
+        self.two_level = two_level
+        self.seed = seed
+        self.step_timeout = float(step_timeout)
+        self.counters = Counters()
+        self._reducer: Reducer | None = None
+        self._watcher: Watcher | None = None
+        self._executor: Executor | None = None
+        self._fits = 0
+        super().__init__(**kwargs)
+
+    # ---- what subclasses say -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def after_backward(self) -> None:
+        """Called when gradients are complete, before `on_after_backward`, clipping and the optimiser step."""
+
+    def begin_batch(self) -> None:
+        """Called before every training batch."""
+
+    # ---- public ------------------------------------------------------------------------------------------------------
+
+    @property
+    def effective_compressor(self) -> Compressor | Route:
+        """The compressor in use: this strategy's, or the precision plugin's, or none."""
+        chosen = self.compressor if self.compressor is not None else getattr(self.precision_plugin, "compressor", None)
+        return compressors.Exact() if chosen is None else chosen
+
+    def describe(self) -> dict[str, str]:
+        """Mode, compressor and aggregator by name, for logs and summaries."""
+        return {
+            "strategy": self.mode,
+            "compressor": compressors.registry.name(self.effective_compressor),
+            "aggregator": aggregators.registry.name(self.aggregator),
+            "precision": str(self.precision_plugin.precision),
+        }
+
+    def predicted_bytes(self, step: int | None = None) -> Bytes | None:
+        """What this rank sends per step (`None` before `fit`); `step` `None`: after any warm-up of the compressor."""
+        return None if self._reducer is None else self._reducer.predicted_bytes(step)
+
+    # ---- Lightning: construction -------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:  # noqa: D102 - Lightning's
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        in_plugin = getattr(plugin, "compressor", None)
+        if in_plugin is not None and self.compressor is not None:
+            raise ValueError(
+                f"compressor is given twice: {type(self).__name__}(compressor={self.compressor!r}) and "
+                f"WirePrecision(compressor={in_plugin!r}). Leave one of them out."
+            )
+        self._precision_plugin = plugin
+        check_combination(self.mode, self.effective_compressor, self.aggregator, self.precision_plugin.precision)
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method == "popen":
+            assert self.cluster_environment is not None
+            self._launcher = _compat.PatientLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    # ---- Lightning: set-up -------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Refuse what Lightning would drop silently, then join the process group."""
+        module = self.lightning_module
+        if module is not None and module._trainer is not None:
+            requested = _compat.requested_precision(module.trainer)
+            if requested not in ("32-true", self.precision_plugin.precision):
+                raise ValueError(
+                    f"Trainer(precision={requested!r}) is ignored by Lightning, because the strategy brings a precision "
+                    f"plugin for {self.precision_plugin.precision!r}. Leave one of them out."
+                )
+        super().setup_environment()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Start the watcher, take out Lightning's collectives, then set up as DDP does."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._open(trainer)
+        super().setup(trainer)
+        if self._reducer is not None:
+            self._say_bytes(self._reducer)
+
+    def _open(self, trainer: Trainer) -> None:
+        self._close()
+        self.counters = Counters()
+        self._fits += 1
+        claim = getattr(self.precision_plugin, "claim", None)
+        if claim is not None:
+            claim()
+        self._watcher = Watcher(
+            _compat.default_store(), self.global_rank, self.world_size, prefix=f"lightning_sync/fit-{self._fits}"
+        )
+        if self.world_size > 1:
+            _compat.replace_sigterm_broadcasts(trainer, self._watcher.request_stop, self._begin_batch)
+
+    def _make_wires(self, two_level: bool | None) -> Wires:
+        """Groups and the executor for reductions over all ranks (collective)."""
+        assert self._watcher is not None
+        self._executor = executor_for(self.root_device, self.step_timeout, self._watcher.report_failure)
+        self._watcher.on_failure(self._executor.abort)
+        topology = discover_topology(self.node_rank, self.root_device)
+        return make_wires(topology, self.counters, self._executor.wait, two_level)
+
+    def _say_bytes(self, reducer: Reducer) -> None:
+        ours, plain = reducer.interface_bytes(), reducer.bf16_interface_bytes()
+        name = self.describe()["compressor"]
+        if name not in ("none", "bf16", "fp16") and ours >= plain:
+            rank_zero_warn(
+                f"compressor={name!r} sends {ours:,} bytes per step through each network interface in this topology, plain "
+                f"bf16 would send {plain:,}. Use compressor='bf16', or two_level=True with equal ranks per node."
+            )
+        else:
+            rank_zero_info(
+                f"{self.mode}, compressor={name!r}: {ours:,} bytes per step and interface (bf16: {plain:,})."
+            )
+
+    # ---- Lightning: training -----------------------------------------------------------------------------------------
+
+    def _begin_batch(self) -> bool:
+        assert self._watcher is not None
+        return self._watcher.begin_step()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Tell the mode that a batch begins."""
+        self.begin_batch()
+        super().on_train_batch_start(batch, batch_idx)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """As Lightning's, with `after_backward` where gradients are complete and nobody has looked at them yet."""
+        module = self.lightning_module
+        assert isinstance(module, LightningModule)
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        try:
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            self.after_backward()
+        except RuntimeError as error:
+            self._blame(error)
+            raise
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def _blame(self, error: RuntimeError) -> None:
+        """Raise another rank's failure in place of what it looks like from here, such as a closed connection."""
+        if self._watcher is None:
+            return
+        self._watcher.check()
+        if _is_collective_error(error):
+            raise self._watcher.explain(error, "backward") from error
+
+    # ---- Lightning: the end ------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks (no collective: this runs on the failing rank only)."""
+        super().on_exception(exception)
+        if self._watcher is not None and not isinstance(exception, _compat.SIGTERMException):
+            if _is_collective_error(exception):
+                self._watcher.explain(exception, "training")
+            else:
+                self._watcher.report_failure(exception, "training")
+
+    def teardown(self) -> None:
+        """Stop the threads; no collective, since an exception may have led here."""
+        self._close()
+        super().teardown()
+
+    def _close(self) -> None:
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None
+        if self._watcher is not None:
+            self._watcher.close()
+            self._watcher = None
+        self._reducer = None
+
+
+def _is_collective_error(error: BaseException) -> bool:
+    """Whether an exception says no more than that a collective broke."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(s in text for s in ("gloo", "Connection closed by peer", "NCCL"))
+
+
+def _check_keywords(owner: str, kwargs: dict[str, Any]) -> None:
+    known = {
+        name
+        for cls in (DDPStrategy, DistributedDataParallel)
+        for name, p in inspect.signature(cls.__init__).parameters.items()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    } - {"self", "module", "device_ids", "process_group"}
+    unknown = sorted(set(kwargs) - known)
+    if unknown:
+        raise TypeError(f"{owner}: unknown argument {', '.join(unknown)}. Accepted, beside its own: {', '.join(sorted(known))}.")
+
+
+def _check_seconds(owner: str, **values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+            raise ValueError(f"{owner}({name}={value!r}): expected a number of seconds above 0.")

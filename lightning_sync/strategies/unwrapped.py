@@ -1,0 +1,158 @@
+"""The un-wrapped base: no DDP around the model, gradients averaged inside a replica, nothing sent beyond it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sync.comm.flat_broadcast import broadcast_tensors
+from lightning_sync.comm.groups import Wires, discover_topology, make_group_wire
+from lightning_sync.comm.worker import executor_for
+from lightning_sync.compressors import Exact, as_route
+from lightning_sync.ddp_hook import param_specs
+from lightning_sync.marks import GradientMarks
+from lightning_sync.reducer import Reducer
+from lightning_sync.replica import Replica, resolve_replica
+from lightning_sync.strategies.base import SyncStrategy
+
+
+class UnwrappedStrategy(SyncStrategy):
+    """Base of all modes in which replicas do not meet in every step.
+
+    A replica is the set of ranks that holds one copy of the trajectory: inside it gradients are averaged, exactly, after
+    the last backward of every step. Between replicas nothing is sent; that is what subclasses add. Parameters and
+    buffers start equal on all ranks, as rank 0 has them; buffers follow the replica's first rank at every step, as in
+    DDP.
+
+    Args:
+        replica: ``"rank"``: every rank on its own. ``"node"``: the ranks of a node. A number: that many consecutive ranks.
+            ``"auto"``: ``"node"`` when there are several nodes, else ``"rank"``.
+        **kwargs: See `SyncStrategy`. Of DDP's options ``bucket_cap_mb`` (25 by default) and ``find_unused_parameters``
+            (False: every rank of a replica must produce the same gradients) keep their meaning; those which belong to
+            DDP's wrapper have none here and are refused.
+    """
+
+    mode = "unwrapped"
+
+    def __init__(self, *args: Any, replica: Replica = "auto", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        resolve_replica(replica)
+        foreign = sorted(set(self._ddp_kwargs) - {"bucket_cap_mb", "find_unused_parameters"})
+        if foreign or self._ddp_comm_hook is not None:
+            raise ValueError(
+                f"{type(self).__name__}: {', '.join(foreign) or 'ddp_comm_hook'} belongs to DDP, which this strategy does "
+                "not use. Leave it out, or use strategy='strict'."
+            )
+        self.replica: Replica = replica
+        self._blocked = False
+        self._stepped = False
+        self._marks: GradientMarks | None = None
+        self._buckets: list[list[tuple[str, nn.Parameter]]] = []
+        self._group: dist.ProcessGroup | None = None
+
+    # ---- set-up ------------------------------------------------------------------------------------------------------
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
+        """Leave the model as it is; give every rank rank 0's parameters and buffers."""
+        broadcast_tensors([*model.parameters(), *model.buffers()], source=0)
+        return model
+
+    def _register_ddp_hooks(self) -> None:
+        """Make the replica's group and reducer."""
+        assert self._watcher is not None
+        module = self.model
+        assert module is not None
+        topology = discover_topology(self.node_rank, self.root_device)
+        ranks = resolve_replica(self.replica, topology)
+        self._executor = executor_for(self.root_device, self.step_timeout, self._watcher.report_failure)
+        self._watcher.on_failure(self._executor.abort)
+        wire = make_group_wire(ranks, topology, self.counters, self._executor.wait)
+        named = param_specs(module)
+        self._reducer = Reducer([spec for spec, _ in named], as_route(Exact()), Wires(wire), seed=self.seed)
+        self._marks = GradientMarks((spec.name, p) for spec, p in named)
+        self._buckets = _buckets([(s.name, p) for s, p in named], self._ddp_kwargs.get("bucket_cap_mb", 25))
+        self._group = wire.group
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """While this is active, backward accumulates and nothing is averaged."""
+        self._blocked = True
+        try:
+            yield
+        finally:
+            self._blocked = False
+
+    def begin_batch(self) -> None:
+        """Several backwards of one batch are one step."""
+        self._stepped = False
+
+    def after_backward(self) -> None:
+        """Average the gradients of the replica, if this was the last backward of the window."""
+        if self._blocked or self._reducer is None:
+            return
+        if not self._stepped:
+            self._reducer.step = self.counters.steps
+            self.counters.steps += 1
+            self._stepped = True
+        if self._reducer.wires.world.size == 1:
+            assert self._marks is not None
+            self._marks.clear()
+            return
+        assert self._executor is not None
+        promise = self._executor.promise(torch.empty(0, device=self.root_device))
+        self._executor.submit(self._average, [promise], f"averaging inside the replica at step {self._reducer.step}")
+        with self.counters.waiting():
+            promise.future.wait()
+        self._executor.check()
+
+    def _average(self) -> None:
+        assert self._reducer is not None
+        assert self._marks is not None
+        names = [name for bucket in self._buckets for name, _ in bucket]
+        if self._ddp_kwargs.get("find_unused_parameters", False):
+            used = {n for n, yes in zip(names, self._marks.used_anywhere(names, self._reducer), strict=True) if yes}
+        else:
+            used = {name for name in names if name in self._marks}
+        for bucket in self._buckets:
+            members = [(name, p) for name, p in bucket if name in used]
+            if members:
+                self._reducer.reduce([name for name, _ in members], [_gradient(p) for _, p in members])
+        self._marks.clear()
+        module = self.lightning_module
+        assert module is not None
+        wire = self._reducer.wires.world
+        broadcast_tensors(list(module.buffers()), source=0, wire=wire)
+
+    def _close(self) -> None:
+        if self._marks is not None:
+            self._marks.close()
+            self._marks = None
+        super()._close()
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient; zeros where another rank used the parameter and this one did not."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _buckets(named: list[tuple[str, nn.Parameter]], cap_mb: float) -> list[list[tuple[str, nn.Parameter]]]:
+    """Parameters of one dtype in groups of about `cap_mb` MiB, last ones first, as backward produces them."""
+    buckets: list[list[tuple[str, nn.Parameter]]] = []
+    size: dict[torch.dtype, float] = {}
+    open_bucket: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+    for name, p in reversed(named):
+        if p.dtype not in open_bucket or size[p.dtype] + p.nbytes > cap_mb * 2**20:
+            open_bucket[p.dtype], size[p.dtype] = [], 0.0
+            buckets.append(open_bucket[p.dtype])
+        open_bucket[p.dtype].append((name, p))
+        size[p.dtype] += p.nbytes
+    return buckets
