@@ -29,7 +29,7 @@ class Toy(LightningModule):
 
     def __init__(self, width: int = 16, depth: int = 4, alternate: bool = False, lr: float = 0.05, adam: bool = False):
         super().__init__()
-        self.first = nn.Linear(width, 32)
+        self.first = nn.Linear(width, 32, bias=False)  # before BatchNorm a bias has a gradient of pure rounding noise
         self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(depth)])
         self.norm = nn.BatchNorm1d(32)
         self.last = nn.Linear(32, width)
