@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_sync import _compat, aggregators, compressors
 from lightning_sync.aggregators import Aggregator
 from lightning_sync.comm.counters import Counters
+from lightning_sync.comm.failure import RemoteFailure
 from lightning_sync.comm.groups import Wires, discover_topology, make_wires
 from lightning_sync.comm.topology import Bytes
 from lightning_sync.comm.watch import Watcher
@@ -238,13 +239,16 @@ class SyncStrategy(DDPStrategy):
     # ---- Lightning: the end ------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks (no collective: this runs on the failing rank only)."""
+        """Tell the other ranks, or learn from them (no collective: this may run on one rank only)."""
         super().on_exception(exception)
-        if self._watcher is not None and not isinstance(exception, _compat.SIGTERMException):
-            if _is_collective_error(exception):
-                self._watcher.explain(exception, "training")
-            else:
-                self._watcher.report_failure(exception, "training")
+        if self._watcher is None or isinstance(exception, (_compat.SIGTERMException, RemoteFailure)):
+            return
+        if not _is_collective_error(exception):
+            self._watcher.report_failure(exception, "training")
+            return
+        failure = self._watcher.explain(exception, "training")
+        if failure.rank != self.global_rank and exception.__cause__ is None:
+            exception.__cause__ = failure  # Lightning raises `exception` again: its traceback then starts with the reason
 
     def teardown(self) -> None:
         """Stop the threads; no collective, since an exception may have led here."""
