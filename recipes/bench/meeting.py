@@ -61,5 +61,10 @@ class Meeting:
 
     def called_off(self) -> str | None:
         """The earliest reason given to `call_off` by any rank, None if nobody did."""
-        found = [(file.stat().st_mtime_ns, file) for file in self.folder.glob("called_off.*")]
-        return min(found)[1].read_text() if found else None
+        return called_off(self.folder)
+
+
+def called_off(folder: Path) -> str | None:
+    """The earliest reason why the meetings of a folder were called off, None if they were not."""
+    found = [(file.stat().st_mtime_ns, file) for file in folder.glob("called_off.*")]
+    return min(found)[1].read_text() if found else None
