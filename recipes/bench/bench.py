@@ -2,7 +2,7 @@
 """Training steps between emulated hosts, methods side by side: time, bytes, and what the network costs.
 
     sudo python recipes/bench/bench.py --hosts 4 --rate 100mbit 1gbit
-    sudo python recipes/bench/bench.py --hosts 2 --ranks-per-host 2 --rate 1gbit --methods ddp5 strict:bf16@5 strict:int8
+    sudo python recipes/bench/bench.py --hosts 2 --ranks-per-host 2 --rate 1gbit --methods ddp5 strict:int8@5
     sudo python recipes/bench/bench.py --hosts 2 --model lm --plugin mine.py --methods ddp mine --json out.json
 
 Needs root and iproute2. What is emulated and how to read the table: README.md beside this file.
@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hosts import UNLIMITED, Hosts, HostsError, bits_per_second, ending_on_sigterm
-from methods import METHODS, find, load_plugin
+from hosts import Hosts, HostsError, bits_per_second, ending_on_sigterm
+from methods import find, load_plugin
 from session import CAPTION, Session, add_job_options, job_from
 from trial import Job, versions
 
@@ -94,9 +94,7 @@ class Round:
         )
 
 
-def summarise(
-    rounds: dict[str, list[Round | None]], failures: dict[str, str], baseline: str, rate: str
-) -> list[Row]:
+def summarise(rounds: dict[str, list[Round | None]], failures: dict[str, str], baseline: str, rate: str) -> list[Row]:
     """Turn the rounds of all methods at one rate into rows.
 
     Args:
@@ -174,7 +172,9 @@ def table(rows: Sequence[Row], caption: str, baseline: str) -> str:
         )
     widths = [max(len(line[i]) for line in lines if not line[1].startswith("FAILED")) for i in range(len(head))]
     widths[0] = max(len(line[0]) for line in lines)
-    text = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines]
+    text = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    ]
     text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return f"{caption}\n\n" + "\n".join(text)
 

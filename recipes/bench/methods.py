@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as powersgd
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -27,6 +27,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 _OURS = re.compile(r"strict(?::(?P<compressor>[A-Za-z_]\w*)(?P<call>\(.*\))?)?(?:@(?P<bucket>\d+(?:\.\d+)?))?")
 ONE_BUCKET_MB = 1000
+
+Maker: TypeAlias = Callable[[], Strategy]
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Method:
     """
 
     name: str
-    make: Callable[[], Strategy]
+    make: Maker
     alone: bool = False
     period: int = 1
 
@@ -50,7 +52,7 @@ class Method:
 METHODS: dict[str, Method] = {}
 
 
-def method(name: str, *, alone: bool = False, period: int = 1) -> Callable[[Callable[[], Strategy]], Callable[[], Strategy]]:
+def method(name: str, *, alone: bool = False, period: int = 1) -> Callable[[Maker], Maker]:
     """Register the decorated function, which takes nothing and returns a fresh strategy, as a method.
 
     Args:
@@ -66,7 +68,7 @@ def method(name: str, *, alone: bool = False, period: int = 1) -> Callable[[Call
     if period < 1:
         raise ValueError(f"method {name!r} has period={period!r}; accepted: 1 or more steps.")
 
-    def register(make: Callable[[], Strategy]) -> Callable[[], Strategy]:
+    def register(make: Maker) -> Maker:
         METHODS[name] = Method(name, make, alone, period)
         return make
 

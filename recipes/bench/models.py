@@ -87,7 +87,7 @@ class LanguageModel(LightningModule):
 
 
 class _SleepingStage(torch.autograd.Function):
-    """Passes its input on; sleeps instead of computing; hands given gradients to its parameters in the backward pass."""
+    """Passes its input on; sleeps instead of computing; gives fixed gradients to its parameters."""
 
     @staticmethod
     def forward(ctx: Any, passed: Tensor, seconds: float, gradients: list[Tensor], *parameters: Tensor) -> Tensor:

@@ -23,11 +23,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch._dynamo  # DDP imports it on first use; here it is part of the image that all trials start from
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
-
 from hosts import InterfaceCounters
 from launch import die_with_parent
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
 from meeting import Meeting, called_off
 from methods import Method
 from models import MODELS, loader
