@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +22,7 @@ from hosts import UNLIMITED, Hosts, HostsError, bits_per_second, ending_on_sigte
 from methods import find, load_plugin
 from session import CAPTION, Session, add_job_options, job_from
 
-LAYOUTS = ((2, 1), (2, 2), (4, 1), (4, 2))  # world size, ranks per host
+LAYOUTS = ["2x1", "2x2", "4x1", "4x2"]  # world size x ranks per host
 RELATIVE_TOLERANCE = 0.03  # headers of full segments, acknowledgements
 BYTES_PER_MESSAGE = 100  # headers of a message of its own: gloo's, TCP's, IP's, Ethernet's
 HEAD = (
@@ -116,6 +117,19 @@ def by_host(ranks: Sequence[dict[str, Any]]) -> list[HostBytes]:
     return hosts
 
 
+def read_layout(text: str) -> tuple[int, int]:
+    """World size and ranks per host from a text such as `4x2`.
+
+    Raises:
+        ValueError: The text is not of this form, or the ranks do not fill the hosts.
+    """
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    world_size, ranks_per_host = (int(match[1]), int(match[2])) if match else (0, 0)
+    if ranks_per_host < 1 or world_size < 1 or world_size % ranks_per_host:
+        raise ValueError(f"layout={text!r} is not accepted: RANKSxRANKS_PER_HOST that divides evenly, e.g. '4x2'.")
+    return world_size, ranks_per_host
+
+
 def line(row: HostBytes) -> str:
     """One line of the table, bytes per host and step."""
     cells = [row.predicted_network, row.network, row.interface, row.interface - row.network, row.allowed]
@@ -129,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; see the head of this file."""
     parser = argparse.ArgumentParser(description=f"Counted, predicted and interface bytes of strict mode ({CAPTION}).")
     parser.add_argument("compressors", nargs="+", help="names as for strict:COMPRESSOR, or Class(key=value)")
+    parser.add_argument("--layouts", nargs="+", default=LAYOUTS, help="ranks x ranks per host (default: %(default)s)")
     parser.add_argument("--rate", default=UNLIMITED, help="rate of the links (default: %(default)s)")
     add_job_options(parser, width=128, compute_ms=20, warmup=3, steps=5)
     chosen = parser.parse_args(arguments)
@@ -142,13 +157,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             find(name)
         bits_per_second(chosen.rate)
         job = job_from(chosen)
+        layouts = [read_layout(text) for text in chosen.layouts]
         columns = "predicted  | counted    | interface  | difference | allowed    | messages"
         print(
             f"Network bytes per host and step. {CAPTION}.\n\n| {'method':<32} | {'layout':<18} | host | {columns} | |"
         )
         print("|" + "---|" * 10)
         with ending_on_sigterm():
-            for world_size, ranks_per_host in LAYOUTS:
+            for world_size, ranks_per_host in layouts:
                 with (
                     Hosts(world_size // ranks_per_host, chosen.rate) as hosts,
                     Session(methods, job, chosen.plugin) as session,

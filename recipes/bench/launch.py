@@ -125,7 +125,7 @@ def _wait(ranks: Sequence[subprocess.Popen[Any]], deadline: float, logs: Path) -
             return 0
         time.sleep(0.02)
     running = [rank for rank, process in enumerate(ranks) if exit_status(process) is None]
-    print(f"launch: the deadline of {deadline:g} s passed; ranks {running} were ended; logs: {logs}", file=sys.stderr)
+    print(f"launch: the deadline of {deadline:g} s passed; ranks {running} were ended", file=sys.stderr)
     return DEADLINE_STATUS
 
 
@@ -136,7 +136,7 @@ def _let_end(ranks: Sequence[subprocess.Popen[Any]], end: float) -> None:
 
 def _report(rank: int, status: int, logs: Path) -> int:
     how = f"by signal {-status}" if status < 0 else f"with status {status}"
-    print(f"launch: rank {rank} ended {how}, so all ranks were ended; logs: {logs}", file=sys.stderr)
+    print(f"launch: rank {rank} ended {how}, so all ranks were ended", file=sys.stderr)
     if rank > 0:
         tail = (logs / f"rank{rank}.log").read_text(errors="replace").splitlines()[-20:]
         print("\n".join(f"  rank {rank}: {line}" for line in tail), file=sys.stderr)
@@ -176,14 +176,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 hosts = stack.enter_context(Hosts(chosen.hosts, chosen.rate))
             elif chosen.prefix is not None:
                 hosts = Hosts.attach(chosen.prefix)
-            return run_ranks(
+            logs = chosen.logs or Path(tempfile.mkdtemp(prefix="lsync-logs-"))
+            status = run_ranks(
                 chosen.script,
                 hosts=hosts,
                 ranks_per_host=chosen.ranks_per_host,
                 deadline=chosen.deadline,
-                logs=chosen.logs or Path(tempfile.mkdtemp(prefix="lsync-logs-")),
+                logs=logs,
                 pin=not chosen.no_pin,
             )
+            if status != 0:
+                print(f"launch: the other ranks' output is in {logs}", file=sys.stderr)
+            return status
     except (HostsError, ValueError) as error:
         print(f"launch: {error}", file=sys.stderr)
         return 2

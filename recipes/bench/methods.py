@@ -27,6 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 _OURS = re.compile(r"strict(?::(?P<compressor>[A-Za-z_]\w*)(?P<call>\(.*\))?)?(?:@(?P<bucket>\d+(?:\.\d+)?))?")
 ONE_BUCKET_MB = 1000
+ACCEPTED_CALL = "write (key=value, ...) with plain values, e.g. (rank=2)"
 
 Maker: TypeAlias = Callable[[], Strategy]
 
@@ -157,24 +158,28 @@ def find(name: str) -> Method:
             f"method={name!r} is unknown. Accepted: {', '.join(METHODS)}, strict, strict:COMPRESSOR, "
             "strict:Class(key=value), each of ours with @MB for the bucket size, and what a --plugin registers."
         )
-    return Method(name, lambda: _strict(match["compressor"], match["call"], match["bucket"]))
+    arguments = None if match["call"] is None else _literals(match["call"])
+    return Method(name, lambda: _strict(match["compressor"], arguments, match["bucket"]))
 
 
-def _strict(compressor: str | None, call: str | None, bucket_mb: str | None) -> Strategy:
+def _strict(compressor: str | None, arguments: dict[str, Any] | None, bucket_mb: str | None) -> Strategy:
     package = importlib.import_module("lightning_sync")  # late: the other methods work without it
     options: dict[str, Any] = {}
     if compressor is not None:
-        options["compressor"] = getattr(package, compressor)(**_literals(call)) if call else compressor
+        options["compressor"] = compressor if arguments is None else getattr(package, compressor)(**arguments)
     if bucket_mb is not None:
         options["bucket_cap_mb"] = float(bucket_mb)
     return package.strategy("strict", **options)
 
 
 def _literals(call: str) -> dict[str, Any]:
-    parsed = ast.parse(f"f{call}", mode="eval").body
-    if not isinstance(parsed, ast.Call) or parsed.args or any(keyword.arg is None for keyword in parsed.keywords):
-        raise ValueError(f"compressor arguments {call!r} are not accepted; write (key=value, ...) with plain values.")
-    return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in parsed.keywords}
+    try:
+        parsed = ast.parse(f"f{call}", mode="eval").body
+        if isinstance(parsed, ast.Call) and not parsed.args and all(keyword.arg for keyword in parsed.keywords):
+            return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in parsed.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"compressor arguments {call!r} are not accepted ({error}): {ACCEPTED_CALL}.") from error
+    raise ValueError(f"compressor arguments {call!r} are not accepted: {ACCEPTED_CALL}.")
 
 
 def load_plugin(file: Path) -> None:
