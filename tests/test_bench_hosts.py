@@ -286,6 +286,8 @@ def rank_result(host: int, median_ms: float, tx_bytes: int, counted: dict[str, i
         "median_ms": median_ms,
         "mean_ms": median_ms,
         "steps": 2,
+        "own_cpu_s": 0.01,
+        "machine_cpu_s": 0.04,
         "interface": interface,
         "counted": counted,
         "predicted": {"sent": 500_000, "network": 500_000} if counted else {},
@@ -303,6 +305,9 @@ def test_a_row_pairs_methods_by_round_and_keeps_a_failed_one_in_sight() -> None:
     assert ddp.interface_mb == 1.25
     assert ddp.wire_ms == 100
     assert ddp.wire_over_compute == 5
+    assert ddp.other_cores == pytest.approx(
+        0.02 / 0.12
+    )  # two ranks of 10 ms CPU in 40 ms busy, during 2 steps of 60 ms
     assert bad.failure == "rank 1: it broke"
     text = bench_module.table([none, ddp, bad], f"x. {bench_module.CAPTION}", "ddp")
     assert "CPU, gloo, emulated links; NCCL not measured" in text

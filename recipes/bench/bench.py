@@ -48,6 +48,7 @@ class Row:
         counted_mb: Sent according to the strategy's own counters; None if it keeps none.
         wire_ms: Time that the busiest interface's bytes need at the link's rate; None for an unlimited link.
         wire_over_compute: `wire_ms` over compute alone: above 1, no overlap can hide the transfer.
+        other_cores: Cores that anything but the ranks kept busy: what disturbed the measurement.
         failure: Why the method gave no numbers; None if it did.
     """
 
@@ -63,6 +64,7 @@ class Row:
     counted_mb: float | None = None
     wire_ms: float | None = None
     wire_over_compute: float | None = None
+    other_cores: float | None = None
     failure: str | None = None
 
 
@@ -76,6 +78,7 @@ class Round:
     interface_mb: float
     busiest_bytes: float
     counted_mb: float | None
+    other_cores: float
 
     @classmethod
     def of(cls, ranks: Sequence[dict[str, Any]], period: int) -> Round:
@@ -84,6 +87,7 @@ class Round:
         steps, per_host = ranks[0]["steps"], ranks[0]["place"]["ranks_per_host"]
         counted = [rank["counted"].get("wire_bytes") for rank in ranks]
         median, mean = max(rank["median_ms"] for rank in ranks), max(rank["mean_ms"] for rank in ranks)
+        others = max(rank["machine_cpu_s"] for rank in ranks) - sum(rank["own_cpu_s"] for rank in ranks)
         return cls(
             median_ms=median,
             mean_ms=mean,
@@ -91,6 +95,7 @@ class Round:
             interface_mb=statistics.fmean(host["tx_bytes"] for host in hosts.values()) / per_host / steps / 1e6,
             busiest_bytes=max(max(host["tx_bytes"], host["rx_bytes"]) for host in hosts.values()) / steps,
             counted_mb=None if None in counted else statistics.fmean(counted) / steps / 1e6,
+            other_cores=max(0.0, 1000 * others / (mean * steps)),
         )
 
 
@@ -133,6 +138,7 @@ def summarise(rounds: dict[str, list[Round | None]], failures: dict[str, str], b
                 else None,
                 wire_ms=wire_ms,
                 wire_over_compute=wire_ms / compute_ms if wire_ms is not None and compute_ms else None,
+                other_cores=statistics.median(one.other_cores for one in done),
             )
         )
     return rows
@@ -149,7 +155,7 @@ def table(rows: Sequence[Row], caption: str, baseline: str) -> str:
 
     head = [
         *("method", "median ms", "mean ms", "rounds, ms", f"time / {baseline}", "rounds", "exposed ms"),
-        *("MB sent, interface", "MB sent, counted", "wire / compute"),
+        *("MB sent, interface", "MB sent, counted", "wire / compute", "other CPU"),
     ]
     lines = [head]
     for row in rows:
@@ -168,6 +174,7 @@ def table(rows: Sequence[Row], caption: str, baseline: str) -> str:
                 number(row.interface_mb, 3),
                 number(row.counted_mb, 3),
                 number(row.wire_over_compute, 2),
+                number(row.other_cores, 1),
             ]
         )
     widths = [max(len(line[i]) for line in lines if not line[1].startswith("FAILED")) for i in range(len(head))]

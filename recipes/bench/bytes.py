@@ -158,11 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bits_per_second(chosen.rate)
         job = job_from(chosen)
         layouts = [read_layout(text) for text in chosen.layouts]
-        columns = "predicted  | counted    | interface  | difference | allowed    | messages"
-        print(
-            f"Network bytes per host and step. {CAPTION}.\n\n| {'method':<32} | {'layout':<18} | host | {columns} | |"
-        )
-        print("|" + "---|" * 10)
+        print(f"Network bytes per host and step. {CAPTION}.\n\n{HEAD}\n|{'---|' * HEAD.count(' | ')}---|", flush=True)
         with ending_on_sigterm():
             for world_size, ranks_per_host in layouts:
                 with (

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as powersgd
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 _OURS = re.compile(r"strict(?::(?P<compressor>[A-Za-z_]\w*)(?P<call>\(.*\))?)?(?:@(?P<bucket>\d+(?:\.\d+)?))?")
 ONE_BUCKET_MB = 1000
@@ -92,6 +93,7 @@ class HookedDDPStrategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
         self.model.register_comm_hook(self._make_state() if self._make_state else None, self._hook)
 
 
@@ -169,7 +171,8 @@ def _strict(compressor: str | None, arguments: dict[str, Any] | None, bucket_mb:
         options["compressor"] = compressor if arguments is None else getattr(package, compressor)(**arguments)
     if bucket_mb is not None:
         options["bucket_cap_mb"] = float(bucket_mb)
-    return package.strategy("strict", **options)
+    made: Strategy = package.strategy("strict", **options)
+    return made
 
 
 def _literals(call: str) -> dict[str, Any]:

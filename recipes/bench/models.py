@@ -40,7 +40,8 @@ class Block(nn.Module):
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.projection(attended.transpose(1, 2).reshape(batch, length, width))
-        return hidden + self.feed_forward(hidden)
+        fed: Tensor = self.feed_forward(hidden)
+        return hidden + fed
 
 
 class Transformer(nn.Module):
@@ -58,7 +59,8 @@ class Transformer(nn.Module):
         hidden = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
             hidden = block(hidden)
-        return self.head(self.norm(hidden))
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
 
     def stages(self) -> list[nn.Module]:
         """The parts in the order of the forward pass."""
@@ -139,7 +141,9 @@ class EmulatedCompute(LightningModule):
     def training_step(self, _batch: Tensor, _: int) -> Tensor:
         passed = self.start
         for (seconds, parameters), gradients in zip(self._stages, self._noise, strict=True):
-            passed = _SleepingStage.apply(passed, seconds, gradients, *parameters)
+            passed = _SleepingStage.apply(  # type: ignore[no-untyped-call]
+                passed, seconds, gradients, *parameters
+            )
         return passed.sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -104,4 +103,4 @@ def _run_rank() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(_run_rank())
+    _run_rank()

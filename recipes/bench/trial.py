@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning
 import torch
 import torch._dynamo  # DDP imports it on first use; here it is part of the image that all trials start from
 from hosts import InterfaceCounters
@@ -71,8 +71,14 @@ class Place:
     @classmethod
     def read(cls) -> Place:
         """Read the launcher's variables."""
-        names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        return cls(*(int(os.environ[name]) for name in names), interface=os.environ["GLOO_SOCKET_IFNAME"])
+        return cls(
+            rank=int(os.environ["RANK"]),
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            host=int(os.environ["GROUP_RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            ranks_per_host=int(os.environ["LOCAL_WORLD_SIZE"]),
+            interface=os.environ["GLOO_SOCKET_IFNAME"],
+        )
 
 
 class Window(Callback):
@@ -93,6 +99,7 @@ class Window(Callback):
         self._times: list[float] = []
         self._interface_before = InterfaceCounters(0, 0, 0, 0)
         self._counted_before: dict[str, int] = {}
+        self._cpu_before = (0.0, 0.0)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         now = time.perf_counter()
@@ -108,12 +115,15 @@ class Window(Callback):
         self._counted_before = read_counted(trainer.strategy)
         self.meeting.wait("before", self.timeout)
         self._interface_before = InterfaceCounters.read(self.interface)
+        self._cpu_before = (own_cpu_seconds(), machine_cpu_seconds())
         self.meeting.wait("start", self.timeout)  # everybody has read before anybody sends
         self._times = [time.perf_counter()]
 
     def _close(self, trainer: Trainer) -> None:
         counted = read_counted(trainer.strategy)
+        own_cpu = own_cpu_seconds() - self._cpu_before[0]
         self.meeting.wait("after", self.timeout)
+        machine_cpu = machine_cpu_seconds() - self._cpu_before[1]
         interface = InterfaceCounters.read(self.interface) - self._interface_before
         self.meeting.wait("end", self.timeout)
         each = [1000 * (b - a) for a, b in zip(self._times, self._times[1:], strict=False)]
@@ -121,10 +131,23 @@ class Window(Callback):
             "median_ms": statistics.median(each),
             "mean_ms": statistics.fmean(each),
             "steps": self.steps,
+            "own_cpu_s": own_cpu,
+            "machine_cpu_s": machine_cpu,
             "interface": asdict(interface),
             "counted": {name: counted[name] - self._counted_before[name] for name in counted},
             "predicted": read_predicted(trainer.strategy),
         }
+
+
+def own_cpu_seconds() -> float:
+    """CPU time that this process has used, all its threads together."""
+    return time.process_time()
+
+
+def machine_cpu_seconds() -> float:
+    """CPU time that all processes and the kernel of this machine have used, all cores together."""
+    user, nice, system, _idle, _wait, irq, soft_irq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + soft_irq) / os.sysconf("SC_CLK_TCK")
 
 
 def read_counted(strategy: object) -> dict[str, int]:
@@ -270,4 +293,4 @@ def read_trial(folder: Path, number: int) -> tuple[list[dict[str, Any]], str | N
 
 def versions() -> dict[str, str]:
     """Versions of what was measured."""
-    return {"torch": torch.__version__, "lightning": pl.__version__, "python": sys.version.split()[0]}
+    return {"torch": torch.__version__, "lightning": lightning.__version__, "python": sys.version.split()[0]}
