@@ -17,7 +17,8 @@ class Counters:
 
     Attributes:
         steps: Steps whose gradients were reduced.
-        messages: Collectives issued for reductions.
+        collectives: Collectives issued for reductions.
+        messages: Messages these sent to other nodes (each costs some 100 bytes of headers on top).
         payload_bytes: Bytes handed to them.
         sent: Bytes sent to other ranks, exactly: the payload times the collective's factor.
         dense: What ring all-reduces of the uncompressed gradients would have sent.
@@ -26,6 +27,7 @@ class Counters:
     """
 
     steps: int = 0
+    collectives: int = 0
     messages: int = 0
     payload_bytes: int = 0
     sent: Bytes = Bytes()
@@ -33,10 +35,11 @@ class Counters:
     wait_seconds: float | None = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def count(self, payload: int, sent: Bytes) -> None:
+    def count(self, payload: int, sent: Bytes, messages: int = 0) -> None:
         """Add one collective (any thread)."""
         with self._lock:
-            self.messages += 1
+            self.collectives += 1
+            self.messages += messages
             self.payload_bytes += payload
             self.sent += sent
 

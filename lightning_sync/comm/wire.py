@@ -85,15 +85,18 @@ class GroupWire(Wire):
 
     def any(self, flags: Tensor) -> Tensor:
         if self.size > 1:
-            self.counters.count(flags.nbytes, self.topology.all_reduce(flags.nbytes))
+            self._count_ring(flags)
             self._wait(dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True))
         return flags
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite `tensor` with rank `source`'s (a rank of this group)."""
         if self.size > 1:
-            self.counters.count(tensor.nbytes, self.topology.broadcast(tensor.nbytes, source))
+            self.counters.count(tensor.nbytes, self.topology.broadcast(tensor.nbytes, source), self.topology.direct_messages)
             self._wait(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
+
+    def _count_ring(self, tensor: Tensor) -> None:
+        self.counters.count(tensor.nbytes, self.topology.all_reduce(tensor.nbytes), self.topology.ring_messages)
 
     def _start_sums(
         self, payloads: Sequence[Payload], sums: list[tuple[int, int]], finishers: list[Callable[[], None]]
@@ -105,7 +108,7 @@ class GroupWire(Wire):
                 by_dtype.setdefault(tensor.dtype, []).append(tensor)
         for tensors in by_dtype.values():
             flat = tensors[0] if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
-            self.counters.count(flat.nbytes, self.topology.all_reduce(flat.nbytes))
+            self._count_ring(flat)
             work = dist.all_reduce(flat, group=self.group, async_op=True)
             finishers.append(lambda work=work, flat=flat, tensors=tensors: self._finish_sums(work, flat, tensors))  # type: ignore[misc]
 
@@ -138,7 +141,7 @@ class GroupWire(Wire):
         source = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         target = torch.empty(sum(received), dtype=torch.uint8, device=source.device)
         cost = self.topology.all_to_all(sent)
-        self.counters.count(sum(sent) - sent[self.rank], cost)
+        self.counters.count(sum(sent) - sent[self.rank], cost, self.topology.direct_messages)
         work = dist.all_to_all_single(target, source, received, sent, group=self.group, async_op=True)
 
         def finish(source: Tensor = source) -> None:  # keeps the source alive until the collective is done

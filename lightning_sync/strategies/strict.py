@@ -72,7 +72,7 @@ class StrictStrategy(SyncStrategy):
         elif self._topology is not None and getattr(self.model, "require_backward_grad_sync", False):
             sent = self._topology.all_reduce(self._gradient_bytes)
             self.counters.steps += 1
-            self.counters.count(self._gradient_bytes, sent)
+            self.counters.count(self._gradient_bytes, sent, self._topology.ring_messages)
             self.counters.count_dense(sent)
 
     def predicted_bytes(self, step: int | None = None) -> Bytes | None:  # noqa: D102 - inherited
