@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from hydra.utils import get_original_cwd, instantiate
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -45,20 +47,16 @@ def main() -> None:
     @hydra.main(version_base="1.3", config_path="pkg://lightning_sync.examples.conf", config_name="train")
     def task(cfg: DictConfig) -> None:
         _restore(wanted)
-        run(cfg)
+        with _one_sentence(traceback=wanted == "1"):
+            run(cfg)
 
-    # Makes Hydra raise its errors here instead of printing several lines and leaving.
+    # Makes Hydra raise what it finds wrong while composing, instead of printing several lines and leaving.
     os.environ[_FULL_ERROR] = "1"
     try:
-        if importlib.util.find_spec("lightning_sync.conf") is None:
-            raise UsageError("lightning_sync.conf is not installed; install this checkout with: pip install -e .")
-        task()
-    except (UsageError, HydraException, OmegaConfBaseException) as error:
-        if wanted == "1":
-            raise
-        rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
-        prefix = "" if rank == "0" else f"rank {rank}: "
-        sys.exit(f"{prefix}error: {sentence(error)}")
+        with _one_sentence(traceback=wanted == "1"):
+            if importlib.util.find_spec("lightning_sync.conf") is None:
+                raise UsageError("lightning_sync.conf is not installed; install this checkout with: pip install -e .")
+            task()
     finally:
         _restore(wanted)
 
@@ -79,7 +77,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     check_arguments(cfg)
     ranks = find_ranks(cfg.trainer.accelerator, _plain(cfg.trainer.devices), cfg.trainer.num_nodes)
     run_dir = agree_on_run_dir(_own_run_dir(cfg, ranks), Path(get_original_cwd()), ranks)
-    settle(cfg, ranks, run_dir)
+    settle(cfg, ranks, run_dir, HydraConfig.get().runtime.choices)
     limit_threads(ranks)
     if cfg.seed is not None:
         pl.seed_everything(cfg.seed, workers=True, verbose=False)
@@ -136,6 +134,18 @@ def _build_trainer(cfg: DictConfig, ours: list[pl.Callback]) -> pl.Trainer:
 
 def _plain(value: Any) -> Any:
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+@contextmanager
+def _one_sentence(traceback: bool) -> Iterator[None]:
+    """Leave the process with one line on stderr and exit code 1 when the arguments are to blame."""
+    try:
+        yield
+    except (UsageError, HydraException, OmegaConfBaseException) as error:
+        if traceback:
+            raise
+        rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+        sys.exit(("" if rank == "0" else f"rank {rank}: ") + f"error: {sentence(error)}")
 
 
 def _restore(value: str | None) -> None:

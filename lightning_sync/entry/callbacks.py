@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_sync.entry.run_dir import abandon_run_dir, close_run_dir, open_run_dir
+from lightning_sync.entry.run_dir import close_run_dir, open_run_dir
+from lightning_sync.monitor.summary import FILE_NAME
 
 
 class KeepRunDir(pl.Callback):
@@ -23,21 +25,27 @@ class KeepRunDir(pl.Callback):
     def __init__(self, path: Path, config: str) -> None:
         self.path = path
         self.config = config
+        # Looked at now, since loggers make it before the first hook.
+        self._disposable = not path.exists()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Make and mark it."""
         if trainer.is_global_zero:
             open_run_dir(self.path, self.config)
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """From now on it may hold something of worth."""
+        self._disposable = False
+
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the mark off, if anything was trained."""
-        if trainer.is_global_zero and (self.path / "summary.json").exists():
+        if trainer.is_global_zero and (self.path / FILE_NAME).exists():
             close_run_dir(self.path)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Remove it if it is still empty."""
-        if trainer.is_global_zero:
-            abandon_run_dir(self.path)
+        """Remove what this run made before it failed at its setup; later failures leave it marked."""
+        if trainer.is_global_zero and self._disposable and self.path.exists():
+            shutil.rmtree(self.path)
 
 
 class ValidateAtEnd(pl.Callback):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightning_sync.entry.errors import UsageError
 from lightning_sync.entry.ranks import Ranks
@@ -32,13 +33,14 @@ def check_arguments(cfg: DictConfig) -> None:
         raise UsageError(f"ckpt_path={cfg.ckpt_path}: there is no such file; accepted: a checkpoint, last, or null.")
 
 
-def settle(cfg: DictConfig, ranks: Ranks, run_dir: Path) -> None:
+def settle(cfg: DictConfig, ranks: Ranks, run_dir: Path, choices: Mapping[str, str]) -> None:
     """Write into the configuration what was found out about this machine, and join its groups.
 
     Args:
         cfg: The composed configuration, changed in place.
         ranks: The ranks of the run.
         run_dir: The directory of the run.
+        choices: The choice of every group, for messages.
 
     Raises:
         UsageError: If a compressor or aggregator is given twice, or to a strategy that takes none.
@@ -51,49 +53,31 @@ def settle(cfg: DictConfig, ranks: Ranks, run_dir: Path) -> None:
         cfg.trainer.max_steps = DEFAULT_STEPS
     if cfg.trainer.max_steps is None:
         cfg.trainer.max_steps = -1
-    _hand_over(cfg, "compressor", neutral="none")
-    _hand_over(cfg, "aggregator", neutral="mean")
+    _hand_over(cfg, "compressor", "none", choices)
+    _hand_over(cfg, "aggregator", "mean", choices)
 
 
-def _hand_over(cfg: DictConfig, group: str, neutral: str) -> None:
+def _hand_over(cfg: DictConfig, group: str, neutral: str, choices: Mapping[str, str]) -> None:
     """Put the choice of a group where it belongs: a precision plugin that holds one, else the strategy."""
-    choice = cfg.get(group)
-    is_neutral = choice is None or _same_target(choice, neutral, group)
-    plugins = cfg.trainer.get("plugins")
-    holders = (
-        [p for p in plugins if isinstance(p, DictConfig) and group in p] if isinstance(plugins, ListConfig) else []
-    )
+    choice = choices.get(group) or neutral
+    plugins = [node for node in cfg.trainer.get("plugins") or [] if isinstance(node, DictConfig) and group in node]
+    holders = [("trainer.plugins", node) for node in plugins]
     if not holders and group in cfg.strategy:
-        holders = [cfg.strategy]
-    if not holders and not is_neutral:
+        holders = [("strategy", cfg.strategy)]
+    # Nothing has to be handed over for the neutral choice: without a compressor DDP's own exact mean runs.
+    if choice == neutral:
+        return
+    if not holders:
         raise UsageError(
-            f"{group}={_name(choice)}: strategy={_name(cfg.strategy)} takes no {group}; accepted with it: "
-            f"{group}={neutral}, or choose strategy=strict."
+            f"{group}={choice}: strategy={choices.get('strategy')} takes no {group}; accepted with it: "
+            f"{group}={neutral}. Choose strategy=strict to use one."
         )
-    for holder in holders:
-        if holder[group] is None:
-            # DDP's own all-reduce runs when nothing is given, and it is the exact mean already.
-            holder[group] = None if is_neutral else choice
-        elif not is_neutral:
+    for place, holder in holders:
+        if holder[group] is not None:
             raise UsageError(
-                f"{group}={_name(choice)} is given beside {_key(cfg, holder)}.{group}={_name(holder[group])}; "
-                "give only one of them."
+                f"{group}={choice} is given beside {place}.{group}={holder[group]}; give only one of them."
             )
-
-
-def _same_target(choice: Any, neutral: str, group: str) -> bool:
-    targets = {("compressor", "none"): "Exact", ("aggregator", "mean"): "Mean"}
-    return _name(choice) in (neutral, targets[group, neutral])
-
-
-def _key(cfg: DictConfig, holder: DictConfig) -> str:
-    return "strategy" if holder is cfg.strategy else "trainer.plugins"
-
-
-def _name(node: Any) -> str:
-    if OmegaConf.is_dict(node) and "_target_" in node:
-        return str(node["_target_"]).rpartition(".")[2]
-    return str(node)
+        holder[group] = cfg[group]
 
 
 def _check_integer(key: str, value: Any, low: int) -> None:

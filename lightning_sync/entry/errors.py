@@ -26,7 +26,10 @@ def sentence(error: UsageError | HydraException | OmegaConfBaseException) -> str
         return f"{group}={choice} is unknown; accepted: {', '.join(sorted(error.options))}."
     if isinstance(error, InstantiationException):
         return _instantiation(error)
-    return _one_line(error, error.__cause__)
+    line = _one_line(error, error.__cause__)
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        line += " (--cfg job prints all keys and their values)"
+    return line
 
 
 def _instantiation(error: InstantiationException) -> str:
@@ -35,7 +38,7 @@ def _instantiation(error: InstantiationException) -> str:
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__) is not None:
         chain.append(cause)
-    for cause in chain:
+    for cause in reversed(chain):
         if isinstance(cause, ModuleNotFoundError):
             return missing_package(key, cause)
     return f"{key}: {_one_line(chain[-1], None)}" if len(chain) > 1 else _one_line(error, None)
@@ -51,13 +54,12 @@ def missing_package(key: str, error: ModuleNotFoundError) -> str:
     Returns:
         One line.
     """
-    what = f"the package {error.name!r}" if error.name else f"a package ({_one_line(error, None)})"
-    return f"{key}: this choice needs {what}, which is not installed; install it with pip, or choose another {key}."
+    return f"{key}: this choice needs a package that is not installed ({_one_line(error, None)}); choose another {key}."
 
 
 def _one_line(error: BaseException, cause: BaseException | None) -> str:
     lines = str(error).splitlines()
     if isinstance(cause, OmegaConfBaseException):
         lines += str(cause).splitlines()
-    kept = dict.fromkeys(line.strip() for line in lines if not re.match(r"\s*(full_key|object_type):", line))
+    kept = dict.fromkeys(line.strip() for line in lines if not re.match(r"\s*(full_key|object_type)[:=]", line))
     return " ".join(line for line in kept if line)

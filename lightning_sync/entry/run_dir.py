@@ -6,7 +6,7 @@ import os
 from datetime import datetime
 from pathlib import Path
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_sync.entry.errors import UsageError
 from lightning_sync.entry.ranks import Ranks
@@ -78,19 +78,6 @@ def close_run_dir(path: Path) -> None:
         path: The run directory.
     """
     (path / MARK).unlink(missing_ok=True)
-
-
-def abandon_run_dir(path: Path) -> None:
-    """Remove the directory of a failed run if it holds no result; else leave it marked. Only rank 0 may call it.
-
-    Args:
-        path: The run directory.
-    """
-    ours = {MARK, CONFIG}
-    if path.is_dir() and {entry.name for entry in path.iterdir()} <= ours:
-        for name in ours:
-            (path / name).unlink(missing_ok=True)
-        path.rmdir()
 
 
 def _new_name(folder: Path) -> str:

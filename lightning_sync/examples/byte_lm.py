@@ -39,7 +39,8 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.dropout(self.project(attended.transpose(1, 2).reshape(batch, length, width)))
-        return x + self.dropout(self.mlp(self.norm_mlp(x)))
+        out: Tensor = x + self.dropout(self.mlp(self.norm_mlp(x)))
+        return out
 
 
 class ByteLM(LightningModule):
@@ -116,9 +117,8 @@ class ByteLM(LightningModule):
         """AdamW; the rate is set anew after every step."""
         matrices = [p for p in self.parameters() if p.ndim >= 2]
         vectors = [p for p in self.parameters() if p.ndim < 2]
-        optimizer = torch.optim.AdamW(
-            [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=self.lr, weight_decay=self.weight_decay
-        )
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=self.lr, weight_decay=self.weight_decay)
         total = self.trainer.estimated_stepping_batches
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._rate(step, total))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -19,45 +19,39 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from lightning_sync.comm.counters import Counters
+from lightning_sync.compressors import Compressor, Route, registry
+
 FILE_NAME = "summary.json"
 _LOSSES_AVERAGED = 50
 
 
-class Counters(Protocol):
-    """What a strategy has counted on this rank since the start of ``fit``."""
+@runtime_checkable
+class Counted(Protocol):
+    """A strategy or precision plugin that counts its traffic. Lightning's own do not."""
 
     @property
-    def steps(self) -> int:
-        """Optimiser steps attempted."""
-        ...
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that this rank sent to reduce gradients."""
-        ...
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes that an uncompressed ring all-reduce of the same gradients would have sent."""
-        ...
-
-    @property
-    def wait_seconds(self) -> float:
-        """Seconds that training stood still for communication."""
+    def counters(self) -> Counters:
+        """What this rank has counted since the start of ``fit``."""
         ...
 
 
 @runtime_checkable
-class Counted(Protocol):
-    """A strategy (or precision plugin) that counts its traffic. Lightning's own do not."""
-
-    @property
-    def counters(self) -> Counters:
-        """The counts so far."""
-        ...
+class Described(Protocol):
+    """A strategy that knows what it is made of. Lightning's own do not."""
 
     def describe(self) -> Mapping[str, str]:
         """Names of the strategy, compressor and aggregator."""
+        ...
+
+
+@runtime_checkable
+class Compressing(Protocol):
+    """A precision plugin that may hold a compressor."""
+
+    @property
+    def compressor(self) -> Compressor | Route | None:
+        """The compressor, if there is one."""
         ...
 
 
@@ -99,14 +93,14 @@ class RunSummary(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Collect the numbers of all ranks while they can still talk to each other."""
         wall_seconds = time.perf_counter() - self._begin
-        source = _counted(trainer)
-        counters = source.counters if source else None
-        names = source.describe() if source else _stock_names(trainer)
+        counters = _counters(trainer)
+        names = _names(trainer)
         loss = torch.stack(list(self._losses)).double().mean().item() if self._losses else math.nan
-        local = [loss, 0.0, 0.0, 0.0]
+        local = [loss, 0.0, 0.0, math.nan]
         if counters:
             steps = max(1, counters.steps)
-            local[1:] = [counters.wire_bytes / steps, counters.dense_bytes / steps, counters.wait_seconds]
+            local[1:3] = [counters.wire_bytes / steps, counters.dense_bytes / steps]
+            local[3] = math.nan if counters.wait_seconds is None else counters.wait_seconds
         mean = _mean_over_ranks(trainer, local)
         metrics = trainer.callback_metrics
         self.result = {
@@ -122,7 +116,7 @@ class RunSummary(pl.Callback):
             "wire_bytes_per_step": mean[1] if counters else None,
             "compression_ratio": mean[2] / mean[1] if counters and mean[1] else None,
             "wall_seconds": round(wall_seconds, 3),
-            "wait_seconds": round(mean[3], 3) if counters else None,
+            "wait_seconds": _finite(round(mean[3], 3)),
             "versions": _versions(),
         }
 
@@ -161,14 +155,21 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     Console().print(table)
 
 
-def _counted(trainer: pl.Trainer) -> Counted | None:
-    # Under Lightning's own ddp a WirePrecision plugin does the reduction, and the counting with it.
+def _counters(trainer: pl.Trainer) -> Counters | None:
+    # Under Lightning's own ddp a WirePrecision plugin does the reductions, and the counting with it.
     candidates: tuple[object, object] = (trainer.strategy, trainer.precision_plugin)
-    return next((candidate for candidate in candidates if isinstance(candidate, Counted)), None)
+    counted = (candidate.counters for candidate in candidates if isinstance(candidate, Counted))
+    return next((counters for counters in counted if counters.steps), None)
 
 
-def _stock_names(trainer: pl.Trainer) -> dict[str, str]:
-    return {"strategy": type(trainer.strategy).__name__, "compressor": "none", "aggregator": "mean"}
+def _names(trainer: pl.Trainer) -> Mapping[str, str]:
+    strategy: object = trainer.strategy
+    if isinstance(strategy, Described):
+        return strategy.describe()
+    plugin: object = trainer.precision_plugin
+    compressor = plugin.compressor if isinstance(plugin, Compressing) else None
+    name = "none" if compressor is None else registry.name(compressor)
+    return {"strategy": type(strategy).__name__, "compressor": name, "aggregator": "mean"}
 
 
 def _mean_over_ranks(trainer: pl.Trainer, values: list[float]) -> list[float]:
