@@ -1,0 +1,1 @@
+"""Hydra groups of the library (strategy, compressor, aggregator, precision), installed as lightning_sync.conf."""

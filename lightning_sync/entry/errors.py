@@ -1,0 +1,65 @@
+"""One sentence instead of a traceback when the arguments of a run are to blame."""
+
+from __future__ import annotations
+
+import re
+
+from hydra.errors import HydraException, InstantiationException, MissingConfigException
+from omegaconf.errors import OmegaConfBaseException
+
+
+class UsageError(Exception):
+    """An argument of the run is wrong; the message names it, its value, what is accepted and what to do."""
+
+
+def sentence(error: UsageError | HydraException | OmegaConfBaseException) -> str:
+    """Put an error about the arguments into one line.
+
+    Args:
+        error: What Hydra, OmegaConf or the entry raised.
+
+    Returns:
+        The line, without a trailing newline.
+    """
+    if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        return f"{group}={choice} is unknown; accepted: {', '.join(sorted(error.options))}."
+    if isinstance(error, InstantiationException):
+        return _instantiation(error)
+    line = _one_line(error, error.__cause__)
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        line += " (--cfg job prints all keys and their values)"
+    return line
+
+
+def _instantiation(error: InstantiationException) -> str:
+    match = re.search(r"full_key: (\S+)", str(error))
+    key = match.group(1) if match else "configuration"
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    for cause in reversed(chain):
+        if isinstance(cause, ModuleNotFoundError):
+            return missing_package(key, cause)
+    return f"{key}: {_one_line(chain[-1], None)}" if len(chain) > 1 else _one_line(error, None)
+
+
+def missing_package(key: str, error: ModuleNotFoundError) -> str:
+    """Say that a choice needs a package that is not installed.
+
+    Args:
+        key: The configuration key whose choice needs it.
+        error: The failed import. Lightning raises it without a module name, and with a message of its own.
+
+    Returns:
+        One line.
+    """
+    return f"{key}: this choice needs a package that is not installed ({_one_line(error, None)}); choose another {key}."
+
+
+def _one_line(error: BaseException, cause: BaseException | None) -> str:
+    lines = str(error).splitlines()
+    if isinstance(cause, OmegaConfBaseException):
+        lines += str(cause).splitlines()
+    kept = dict.fromkeys(line.strip() for line in lines if not re.match(r"\s*(full_key|object_type)[:=]", line))
+    return " ".join(line for line in kept if line)

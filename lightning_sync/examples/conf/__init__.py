@@ -1,0 +1,1 @@
+"""Hydra groups of ``python -m lightning_sync.train`` only (model, data, trainer, logger, experiment)."""
