@@ -161,7 +161,7 @@ def read_predicted(strategy: object) -> dict[str, float]:
     if not hasattr(strategy, "predicted_bytes"):
         return {}
     predicted = strategy.predicted_bytes()
-    return {"sent": predicted.sent, "network": predicted.network}
+    return {"sent": float(predicted.sent), "network": float(predicted.network)}
 
 
 def make_trainer(method: Method, place: Place, steps: int, callback: Callback) -> Trainer:
