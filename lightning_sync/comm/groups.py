@@ -31,9 +31,9 @@ class Wires:
 def discover_topology(node: int, device: torch.device) -> Topology:
     """Ask every rank which node it is on (collective on the default group)."""
     mine = torch.tensor([node], dtype=torch.int64, device=device)
-    everyone = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(everyone, mine)
-    return Topology(dist.get_rank(), tuple(everyone.tolist()))
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return Topology(dist.get_rank(), tuple(int(n) for n in everyone))
 
 
 def make_wires(

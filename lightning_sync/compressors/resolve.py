@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-
 from lightning_sync.compressors.base import Compressor
 from lightning_sync.compressors.blocks import BlockCodec
 from lightning_sync.compressors.exact import Exact
 from lightning_sync.compressors.feedback import ErrorFeedback
 from lightning_sync.compressors.route import Route, as_route
 
-log = logging.getLogger(__name__)
-
 
 def with_feedback(compressor: Compressor) -> Compressor:
     """Wrap error feedback around a biased codec; anything else, or what is wrapped already, stays as it is."""
     if compressor.biased and isinstance(compressor, BlockCodec):
-        log.info("%r is biased: error feedback is wrapped around it (error_feedback=False leaves it bare).", compressor)
         return ErrorFeedback(compressor)
     return compressor
 

@@ -26,7 +26,7 @@ from lightning_sync.comm.groups import Wires, discover_topology, make_wires
 from lightning_sync.comm.topology import Bytes
 from lightning_sync.comm.watch import Watcher
 from lightning_sync.comm.worker import Executor, executor_for
-from lightning_sync.compressors import Compressor, Route
+from lightning_sync.compressors import Compressor, ErrorFeedback, Route
 from lightning_sync.reducer import Reducer
 from lightning_sync.validity import check_combination
 
@@ -197,9 +197,10 @@ class SyncStrategy(DDPStrategy):
                 f"bf16 would send {plain:,}. Use compressor='bf16', or two_level=True with equal ranks per node."
             )
         else:
-            rank_zero_info(
-                f"{self.mode}, compressor={name!r}: {ours:,} bytes per step and interface (bf16: {plain:,})."
-            )
+            rank_zero_info(f"{self.mode}, {name}: {ours:,} bytes per step and interface (plain bf16: {plain:,}).")
+        wrapped = [c.inner for _, c in reducer.route.rules if isinstance(c, ErrorFeedback)]
+        if wrapped:
+            rank_zero_info(f"Error feedback is kept for {wrapped}, since they are biased (error_feedback=False: bare).")
 
     # ---- Lightning: training -----------------------------------------------------------------------------------------
 
