@@ -111,7 +111,9 @@ class Courier:
             failure = self.failure = RemoteFailure(record)
             self.remote = remote
             callbacks, self._callbacks = self._callbacks, []
-        self._guard.arm(str(failure), local=not remote)
+        others = [other for other in range(self._world_size) if other != self._rank]
+        if remote or not all(self.lives.finished(other) for other in others):
+            self._guard.arm(str(failure), local=not remote)
         self.failed.set()
         for callback in callbacks if remote else ():
             try:

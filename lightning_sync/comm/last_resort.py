@@ -1,13 +1,49 @@
 """Ends a process whose main thread no longer reacts, for example because it is blocked in a collective."""
 
+import ctypes
 import faulthandler
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 
 _LOCAL_FACTOR = 1.5
+
+
+class _MainThreadProbe:
+    """Asks the main thread for a sign, which it gives between two bytecodes, so not while it is blocked in C++.
+
+    Looking at its stack from another thread cannot tell: a loop gives up the interpreter lock at the same place each
+    time, and so looks as if it stood still.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._signs = 0
+
+    def moved(self) -> bool:
+        """Return whether the main thread has answered since the last call, and ask again if it has."""
+        moved = self._asked and _answers.count > self._signs
+        if moved or not self._asked:
+            self._signs = _answers.count
+            # One question at a time: the interpreter's queue is short. If it is full, ask next time.
+            self._asked = ctypes.pythonapi.Py_AddPendingCall(_answers.callback, None) == 0
+        return moved
+
+
+class _Answers:
+    """Counts the main thread's answers. It lives for ever: the interpreter only borrows the callback."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._answer)
+
+    def _answer(self, _: object) -> int:
+        self.count += 1
+        return 0
+
+
+_answers = _Answers()
 
 
 class ExitGuard:
@@ -18,7 +54,8 @@ class ExitGuard:
 
     A failure of this rank itself needs less force: its exception is on its way up already, and ending the process early
     could cut off the user's own clean-up or an emergency checkpoint. So after a local failure the limit is 1.5 times
-    ``grace``, it starts again whenever the main thread is seen to move, and it holds only while other ranks wait.
+    ``grace``, it starts again whenever the main thread runs Python code, and it holds only if other ranks had not
+    finished when the failure happened, since nobody waits for the last one.
 
     Time spent suspended (SIGSTOP, a closed laptop) does not count.
 
@@ -27,7 +64,6 @@ class ExitGuard:
         grace: Seconds, see above.
         exit_code: Exit code of the ended process.
         store_timeout: Seconds that one round of store calls may take.
-        others_wait: Tells whether some other rank has not finished.
         on_store_silent: Called once if a round of store calls takes longer than ``store_timeout``.
     """
 
@@ -38,14 +74,12 @@ class ExitGuard:
         grace: float,
         exit_code: int,
         store_timeout: float,
-        others_wait: Callable[[], bool],
         on_store_silent: Callable[[], None],
     ) -> None:
         self._interval = interval
         self._grace = grace
         self._exit_code = exit_code
         self._store_timeout = store_timeout
-        self._others_wait = others_wait
         self._on_store_silent = on_store_silent
         self._off = threading.Event()
         self._reason: str | None = None
@@ -59,7 +93,7 @@ class ExitGuard:
         self._thread.start()
 
     def arm(self, reason: str, *, local: bool) -> None:
-        """Start the countdown after the run's first failure, ``local`` if it is this rank's own."""
+        """Start the countdown, for the ``reason`` to be written to stderr; ``local`` if the failure is this rank's."""
         self._local = local
         self._reason = reason
 
@@ -79,7 +113,7 @@ class ExitGuard:
     def _run(self) -> None:
         armed_for = silent_for = 0.0
         round_before = 0
-        place: tuple[int, int] | None = None
+        probe = _MainThreadProbe()
         last = time.monotonic()
         while not self._off.wait(self._interval):
             now = time.monotonic()
@@ -98,8 +132,7 @@ class ExitGuard:
             limit = self._grace
             if self._local:
                 limit *= _LOCAL_FACTOR
-                was, place = place, _place_of_main_thread()
-                if place != was or not self._others_wait():
+                if probe.moved():
                     armed_for = 0.0
             if armed_for >= limit and not self._off.is_set():
                 self._end(armed_for)
@@ -113,9 +146,3 @@ class ExitGuard:
         os.write(2, text.encode("utf-8", "replace"))
         faulthandler.dump_traceback(file=2, all_threads=True)
         os._exit(self._exit_code)
-
-
-def _place_of_main_thread() -> tuple[int, int] | None:
-    """Return what changes whenever the main thread executes Python code."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return None if frame is None else (id(frame), frame.f_lasti)

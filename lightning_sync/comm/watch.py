@@ -90,7 +90,6 @@ class Watcher:
             grace=grace,
             exit_code=exit_code,
             store_timeout=store_timeout,
-            others_wait=self._others_wait,
             on_store_silent=lambda: self._courier.lose_store(f"no answer for {store_timeout:g} s", "TimeoutError"),
         )
         self._courier = Courier(
@@ -245,6 +244,3 @@ class Watcher:
                     f"a stop was requested ({self.stop_reason}), but ranks {silent} have not said within "
                     f"{self._stop_timeout:g} s how many steps they have begun; they are probably not running"
                 )
-
-    def _others_wait(self) -> bool:
-        return not all(self._courier.lives.finished(rank) for rank in range(self._world_size) if rank != self._rank)

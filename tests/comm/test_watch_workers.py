@@ -1,12 +1,12 @@
 """The helper for distributed tests keeps its promises."""
 
 import os
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.comm.plain_bodies import fail_on_one, hang_on_one
 from tests.workers import RankError, launch_ranks, run_ranks
 
 pytestmark = pytest.mark.dist
@@ -16,17 +16,6 @@ def total(rank, world_size, factor):
     tensor = torch.full((1,), float(rank))
     dist.all_reduce(tensor)
     return tensor.item() * factor
-
-
-def fail_on_one(rank, world_size):
-    if rank == 1:
-        raise ValueError("boom")
-
-
-def hang_on_one(rank, world_size):
-    if rank == 1:
-        print("I hang", flush=True)
-        time.sleep(60)
 
 
 def rank_from_torchrun_variables(rank, world_size):
