@@ -21,8 +21,8 @@ from pathlib import Path
 
 COMPRESSORS = ("none", "bf16", "fp16", "int8", "powersgd")
 TASKS = {
-    "byte_lm": {"overrides": ["data=python_source", "model=byte_lm"], "steps": 1000},
-    "digits": {"overrides": ["experiment=digits"], "steps": 300},
+    "byte_lm": {"overrides": ["data=python_source", "model=byte_lm"], "steps": 1000, "powersgd": 300},
+    "digits": {"overrides": ["experiment=digits"], "steps": 300, "powersgd": 90},
 }
 
 
@@ -34,8 +34,9 @@ def summary(out: Path, task: str, compressor: str, seed: int, steps: int) -> dic
         command = [
             *(sys.executable, "-m", "lightning_sync.train", "strategy=strict", f"compressor={compressor}"),
             *TASKS[task]["overrides"],
+            *([f"compressor.warmup_steps={TASKS[task]['powersgd']}"] if compressor == "powersgd" else []),
             *(f"seed={seed}", f"run_dir={run_dir}", f"trainer.max_steps={steps}", "trainer.max_epochs=null"),
-            *("trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false", "callbacks=null", "logger=none"),
+            *("trainer.enable_progress_bar=false", "~callbacks.checkpoint", "trainer.enable_checkpointing=false", "logger=none"),
         ]
         log = out / f"{run_dir.name}.log"
         with log.open("w") as stream:

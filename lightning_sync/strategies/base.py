@@ -182,11 +182,24 @@ class SyncStrategy(DDPStrategy):
 
     def _make_wires(self, two_level: bool | None) -> Wires:
         """Groups and the executor for reductions over all ranks (collective)."""
-        assert self._watcher is not None
-        self._executor = executor_for(self.root_device, self.step_timeout, self._watcher.report_failure)
-        self._watcher.on_failure(self._executor.abort)
         topology = discover_topology(self.node_rank, self.root_device)
-        return make_wires(topology, self.counters, self._executor.wait, two_level)
+        return make_wires(topology, self.counters, self._make_executor().wait, two_level)
+
+    def _make_executor(self) -> Executor:
+        """The thread (or stream) for reductions, tied to the watcher both ways."""
+        assert self._watcher is not None
+        self._executor = executor_for(self.root_device, self.step_timeout, self._report)
+        self._watcher.on_failure(self._executor.abort)
+        return self._executor
+
+    def _report(self, error: BaseException, where: str) -> None:
+        """Tell the other ranks what failed here, unless it only shows that something failed there."""
+        if self._watcher is None:
+            return
+        if _is_collective_error(error):
+            self._watcher.explain(error, where)
+        else:
+            self._watcher.report_failure(error, where)
 
     def _say_bytes(self, reducer: Reducer) -> None:
         ours, plain = reducer.interface_bytes(), reducer.bf16_interface_bytes()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_sync.comm.flat_broadcast import broadcast_tensors
 from lightning_sync.comm.groups import Wires, discover_topology, make_group_wire
-from lightning_sync.comm.worker import executor_for
 from lightning_sync.compressors import Exact, as_route
 from lightning_sync.ddp_hook import param_specs
 from lightning_sync.marks import GradientMarks
@@ -64,14 +63,11 @@ class UnwrappedStrategy(SyncStrategy):
 
     def _register_ddp_hooks(self) -> None:
         """Make the replica's group and reducer."""
-        assert self._watcher is not None
         module = self.model
         assert module is not None
         topology = discover_topology(self.node_rank, self.root_device)
         ranks = resolve_replica(self.replica, topology)
-        self._executor = executor_for(self.root_device, self.step_timeout, self._watcher.report_failure)
-        self._watcher.on_failure(self._executor.abort)
-        wire = make_group_wire(ranks, topology, self.counters, self._executor.wait)
+        wire = make_group_wire(ranks, topology, self.counters, self._make_executor().wait)
         named = param_specs(module)
         self._reducer = Reducer([spec for spec, _ in named], as_route(Exact()), Wires(wire), seed=self.seed)
         self._marks = GradientMarks((spec.name, p) for spec, p in named)
