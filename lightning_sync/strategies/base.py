@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -73,10 +74,10 @@ class SyncStrategy(DDPStrategy):
         step_timeout: float = 120.0,
         **kwargs: Any,
     ) -> None:
-        _check_keywords(type(self).__name__, kwargs)
+        kwargs = _meant_keywords(type(self).__name__, kwargs)
         _check_seconds(type(self).__name__, setup_timeout=setup_timeout, step_timeout=step_timeout)
         if setup_timeout is not None:
-            if "timeout" in kwargs:
+            if kwargs.get("timeout", default_pg_timeout) != default_pg_timeout:
                 raise ValueError(f"{type(self).__name__}: setup_timeout and timeout are the same option; pass one.")
             kwargs["timeout"] = timedelta(seconds=setup_timeout)
         self.compressor = None if compressor is None else compressors.registry.build(compressor)
@@ -287,16 +288,18 @@ def _is_collective_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(s in text for s in ("gloo", "Connection closed by peer", "NCCL"))
 
 
-def _check_keywords(owner: str, kwargs: dict[str, Any]) -> None:
-    known = {
-        name
+def _meant_keywords(owner: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Refuse unknown keywords; leave out those of DDP at their defaults, which a command line passes without being asked."""
+    lightnings, torchs = (
+        {n: p.default for n, p in inspect.signature(cls.__init__).parameters.items() if p.kind is not p.VAR_KEYWORD}
         for cls in (DDPStrategy, DistributedDataParallel)
-        for name, p in inspect.signature(cls.__init__).parameters.items()
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    } - {"self", "module", "device_ids", "process_group"}
-    unknown = sorted(set(kwargs) - known)
+    )
+    own = {"self", "module", "device_ids", "process_group"}
+    unknown = sorted(n for n in kwargs if n not in lightnings and (n not in torchs or (n in own and kwargs[n] is not None)))
     if unknown:
-        raise TypeError(f"{owner}: unknown argument {', '.join(unknown)}. Accepted, beside its own: {', '.join(sorted(known))}.")
+        accepted = ", ".join(sorted((lightnings.keys() | torchs.keys()) - own))
+        raise TypeError(f"{owner}: unknown argument {', '.join(unknown)}. Accepted, beside its own: {accepted}.")
+    return {n: v for n, v in kwargs.items() if n in lightnings or v != torchs[n]}
 
 
 def _check_seconds(owner: str, **values: float | None) -> None:
