@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,6 +35,16 @@ def discover_topology(node: int, device: torch.device) -> Topology:
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     return Topology(dist.get_rank(), tuple(int(n) for n in everyone))
+
+
+def agree_on_run_id(device: torch.device) -> str:
+    """A random name for one `fit`, drawn by rank 0 (collective on the default group).
+
+    Keys in the store carry it: a process may train several times, with strategies that know nothing of each other.
+    """
+    token = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device=device)
+    dist.broadcast(token, 0)
+    return f"{int(token):016x}"
 
 
 def make_wires(

@@ -23,7 +23,7 @@ from lightning_sync import _compat, aggregators, compressors
 from lightning_sync.aggregators import Aggregator
 from lightning_sync.comm.counters import Counters
 from lightning_sync.comm.failure import RemoteFailure
-from lightning_sync.comm.groups import Wires, discover_topology, make_wires
+from lightning_sync.comm.groups import Wires, agree_on_run_id, discover_topology, make_wires
 from lightning_sync.comm.topology import Bytes
 from lightning_sync.comm.watch import Watcher
 from lightning_sync.comm.worker import Executor, executor_for
@@ -90,7 +90,6 @@ class SyncStrategy(DDPStrategy):
         self._reducer: Reducer | None = None
         self._watcher: Watcher | None = None
         self._executor: Executor | None = None
-        self._fits = 0
         super().__init__(**kwargs)
 
     # ---- what subclasses say -----------------------------------------------------------------------------------------
@@ -171,13 +170,11 @@ class SyncStrategy(DDPStrategy):
     def _open(self, trainer: Trainer) -> None:
         self._close()
         self.counters = Counters()
-        self._fits += 1
         claim = getattr(self.precision_plugin, "claim", None)
         if claim is not None:
             claim()
-        self._watcher = Watcher(
-            _compat.default_store(), self.global_rank, self.world_size, prefix=f"lightning_sync/fit-{self._fits}"
-        )
+        prefix = f"lightning_sync/{agree_on_run_id(self.root_device)}"
+        self._watcher = Watcher(_compat.default_store(), self.global_rank, self.world_size, prefix=prefix)
         if self.world_size > 1:
             _compat.replace_sigterm_broadcasts(trainer, self._watcher.request_stop, self._begin_batch)
 
