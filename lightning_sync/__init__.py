@@ -1,6 +1,6 @@
 """Lightning strategies and precision plugins for every way of synchronising data-parallel training.
 
-Importing the package registers its strategies by name, so that ``Trainer(strategy="strict")`` works, and starts nothing.
+Importing the package registers its strategies by name, so that ``Trainer(strategy="strict")`` works. It starts nothing.
 """
 
 from lightning_sync.aggregators import Aggregator, Mean

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed.distributed_c10d import Store
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["PatientLauncher", "SIGTERMException", "default_store", "replace_sigterm_broadcasts", "requested_precision"]
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """The store of the default process group: the watcher needs one that all ranks share, without a second port."""
     return dist.distributed_c10d._get_default_store()
 
@@ -53,7 +54,7 @@ def replace_sigterm_broadcasts(
     def on_sigterm(signum: int, frame: Any) -> None:
         launcher = trainer.strategy.launcher
         if launcher is not None:
-            launcher.kill(signum)  # type: ignore[arg-type]
+            launcher.kill(signum)
         request_stop("SIGTERM")
 
     def before_batch() -> None:
@@ -61,15 +62,15 @@ def replace_sigterm_broadcasts(
             connector.received_sigterm = True
             raise SIGTERMException
 
-    connector._sigterm_notifier_fn = on_sigterm  # type: ignore[method-assign]
+    connector._sigterm_notifier_fn = on_sigterm  # type: ignore[method-assign,assignment]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = before_batch  # type: ignore[method-assign]
 
 
 class PatientLauncher(_SubprocessScriptLauncher):
     """Lightning's subprocess launcher, which lets the main process say why it ends.
 
-    Lightning's observer kills the main process at its next look after a child has failed, often before rank 0 has printed
-    which rank failed and how. This one looks every second, and then gives it `grace` seconds.
+    Lightning's observer kills the main process at its next look after a child has failed, often before rank 0 has
+    printed which rank failed and how. This one looks every second, and then gives it `grace` seconds.
     """
 
     grace = 6.0

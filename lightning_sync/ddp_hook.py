@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sync.comm.counters import Counters
@@ -105,7 +105,7 @@ class CommHook:
         self.executor.close()
 
     def _unused(self, names: Sequence[str]) -> list[str]:
-        """Parameters of the bucket that no rank has used since the last reduction (collective, if it is in question)."""
+        """Parameters of the bucket that no rank has used since the last reduction (collective, if in question)."""
         if self._marks is None:
             return []
         used = self._marks.used_anywhere(names, self.reducer)

@@ -97,8 +97,8 @@ class Reducer:
         Args:
             names: Parameters of this bucket.
             tensors: This rank's values, one per name, of one dtype; overwritten.
-            unused: Parameters that no rank used in this step. They take part, so that all ranks send the same, but their
-                state stays as it was: what they would emit would be thrown away.
+            unused: Parameters that no rank used in this step. They take part, so that all ranks send the same, but
+                their state stays as it was: what they would emit would be thrown away.
         """
         counters, world = self.wires.world.counters, self.wires.world.topology
         counters.count_dense(world.all_reduce(sum(t.nbytes for t in tensors)))
@@ -219,4 +219,3 @@ def _write(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
     pairs = [(t, r) for t, r in zip(tensors, results, strict=True) if t is not r]
     if pairs:
         torch._foreach_copy_([t for t, _ in pairs], [r for _, r in pairs])
-

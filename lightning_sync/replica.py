@@ -13,8 +13,8 @@ def resolve_replica(replica: Replica, topology: Topology | None = None) -> list[
     """All replicas, as lists of ranks (empty without a topology: then only the value is checked).
 
     Raises:
-        ValueError: for a value that is none of ``"auto"``, ``"rank"``, ``"node"`` or a positive integer, for a number that
-            does not divide the number of ranks, and for ``"node"`` when nodes hold different numbers of ranks.
+        ValueError: for a value that is none of ``"auto"``, ``"rank"``, ``"node"`` or a positive integer, for a number
+            that does not divide the number of ranks, and for ``"node"`` when nodes hold different numbers of ranks.
     """
     valid = replica in ("auto", "rank", "node") or (
         isinstance(replica, int) and not isinstance(replica, bool) and replica >= 1

@@ -111,8 +111,8 @@ class TwoLevelPlan:
     def scatter(self, tensors: Sequence[Tensor], share: float) -> Reduction:
         """Reduce-scatter: returns this node's sum of `share` times the gradients, for this rank's pieces.
 
-        An all-to-all and a local sum in rank order: gloo's own reduce-scatter is an all-reduce underneath and sends twice
-        as much.
+        An all-to-all and a local sum in rank order: gloo's own reduce-scatter is an all-reduce underneath and sends
+        twice as much.
         """
         flat = torch.cat([tensors[i].reshape(-1)[start:stop] for i, start, stop in self.slices]).mul_(share)
         received = yield Payload("exchange", (flat,), self.splits)
@@ -124,7 +124,9 @@ class TwoLevelPlan:
         flat = torch.cat([t.reshape(-1) for t in owned]) if owned else tensors[0].new_empty(0)
         received = yield Payload("gather", (flat.to(tensors[0].dtype),), self.splits)
         parts = received.tensors[0].split([stop - start for _, start, stop in self.slices])
-        staged = [t if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+        staged = [
+            t if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors
+        ]
         targets = [staged[i].view(-1)[start:stop] for i, start, stop in self.slices]
         torch._foreach_copy_(targets, list(parts))
         for tensor, copy in zip(tensors, staged, strict=True):

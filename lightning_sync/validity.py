@@ -26,7 +26,11 @@ class Refusal:
 
     def covers(self, mode: str, compressor: str, aggregator: str, precision: str) -> bool:
         """Whether this refusal applies."""
-        pairs = zip((self.mode, self.compressor, self.aggregator, self.precision), (mode, compressor, aggregator, precision), strict=True)
+        pairs = zip(
+            (self.mode, self.compressor, self.aggregator, self.precision),
+            (mode, compressor, aggregator, precision),
+            strict=True,
+        )
         return all(fnmatch.fnmatchcase(value, pattern) for pattern, value in pairs)
 
 
@@ -50,9 +54,7 @@ def refusal(mode: str, compressor: str, aggregator: str, precision: str) -> str 
     return next((r.reason for r in REFUSALS if r.covers(mode, compressor, aggregator, precision)), None)
 
 
-def check_combination(
-    mode: str, compressor: Compressor | Route, aggregator: Aggregator, precision: str
-) -> None:
+def check_combination(mode: str, compressor: Compressor | Route, aggregator: Aggregator, precision: str) -> None:
     """Raise if these do not compose.
 
     Raises:

@@ -5,9 +5,9 @@
     python recipes/quality.py --tasks digits --seeds 0 1 2 --steps 300
     python recipes/quality.py --out quality-results             # continues where a run was stopped
 
-Every run is `python -m lightning_sync.train strategy=strict compressor=...` in 2 processes, equal steps, equal data, equal
-learning rates. The table shows the mean validation loss, its distance from no compression, and the spread of the seeds,
-which is what any such distance has to be held against.
+Every run is `python -m lightning_sync.train strategy=strict compressor=...` in 2 processes, equal steps, equal data,
+equal learning rates. The table shows the mean validation loss, its distance from no compression, and the spread of the
+seeds, which is what any such distance has to be held against.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ def summary(out: Path, task: str, compressor: str, seed: int, steps: int) -> dic
             *TASKS[task]["overrides"],
             *([f"compressor.warmup_steps={TASKS[task]['powersgd']}"] if compressor == "powersgd" else []),
             *(f"seed={seed}", f"run_dir={run_dir}", f"trainer.max_steps={steps}", "trainer.max_epochs=null"),
-            *("trainer.enable_progress_bar=false", "~callbacks.checkpoint", "trainer.enable_checkpointing=false", "logger=none"),
+            *(
+                "trainer.enable_progress_bar=false",
+                "~callbacks.checkpoint",
+                "trainer.enable_checkpointing=false",
+                "logger=none",
+            ),
         ]
         log = out / f"{run_dir.name}.log"
         with log.open("w") as stream:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_sync.aggregators.base import Aggregator
 
@@ -16,5 +17,6 @@ class Mean(Aggregator):
 
     linear: ClassVar[bool] = True
 
+    @override
     def combine(self, rows: Tensor) -> Tensor:
         return rows.sum(0)

@@ -22,16 +22,16 @@ class Counters:
         payload_bytes: Bytes handed to them.
         sent: Bytes sent to other ranks, exactly: the payload times the collective's factor.
         dense: What ring all-reduces of the uncompressed gradients would have sent.
-        wait_seconds: Time the training thread stood still, waiting for a reduction to end; `None` where it is torch that
-            waits and nothing can be measured (strict without a compressor).
+        wait_seconds: Time the training thread stood still, waiting for a reduction to end; `None` where it is torch
+            that waits and nothing can be measured (strict without a compressor).
     """
 
     steps: int = 0
     collectives: int = 0
     messages: int = 0
     payload_bytes: int = 0
-    sent: Bytes = Bytes()
-    dense: Bytes = Bytes()
+    sent: Bytes = field(default_factory=Bytes)
+    dense: Bytes = field(default_factory=Bytes)
     wait_seconds: float | None = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 

@@ -48,7 +48,10 @@ def agree_on_run_id(device: torch.device) -> str:
 
 
 def make_wires(
-    topology: Topology, counters: Counters, wait: Callable[[dist.Work], None] | None = None, two_level: bool | None = None
+    topology: Topology,
+    counters: Counters,
+    wait: Callable[[dist.Work], None] | None = None,
+    two_level: bool | None = None,
 ) -> Wires:
     """Create the groups for reductions over all ranks.
 

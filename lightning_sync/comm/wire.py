@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_sync.comm.counters import Counters
 from lightning_sync.comm.topology import Bytes, Topology
@@ -83,6 +84,7 @@ class GroupWire(Wire):
             finish()
         return [r for r in results if r is not None]
 
+    @override
     def any(self, flags: Tensor) -> Tensor:
         if self.size > 1:
             self._count_ring(flags)
@@ -92,7 +94,9 @@ class GroupWire(Wire):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite `tensor` with rank `source`'s (a rank of this group)."""
         if self.size > 1:
-            self.counters.count(tensor.nbytes, self.topology.broadcast(tensor.nbytes, source), self.topology.direct_messages)
+            self.counters.count(
+                tensor.nbytes, self.topology.broadcast(tensor.nbytes, source), self.topology.direct_messages
+            )
             self._wait(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
 
     def _count_ring(self, tensor: Tensor) -> None:
@@ -146,7 +150,9 @@ class GroupWire(Wire):
 
         def finish(source: Tensor = source) -> None:  # keeps the source alive until the collective is done
             self._wait(work)
-            combined = iter(_unfuse(target, received, columns, exchange_rank=self.rank if pattern == "exchange" else None))
+            combined = iter(
+                _unfuse(target, received, columns, exchange_rank=self.rank if pattern == "exchange" else None)
+            )
             for i, payload in zip(members, payloads, strict=True):
                 results[i] = replace(payload, tensors=tuple(next(combined) for _ in payload.tensors))
 

@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 OnError = Callable[[BaseException, str], None]
 
 
-class ReductionAborted(RuntimeError):
+class ReductionAbortedError(RuntimeError):
     """A reduction was given up because another one, here or on another rank, had failed."""
 
 
@@ -72,7 +73,7 @@ class Executor(ABC):
         if self.error is None:
             self.error = error
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - nothing to do is a valid answer
         """Stop accepting jobs and release the thread, if there is one."""
 
     def _run(self, job: Callable[[], None], where: str) -> None:
@@ -80,7 +81,7 @@ class Executor(ABC):
             return
         try:
             job()
-        except ReductionAborted:
+        except ReductionAbortedError:
             pass  # abort() has stored the reason already
         except BaseException as error:  # everything, KeyboardInterrupt included, has to reach the training thread
             if self.error is None:
@@ -105,33 +106,38 @@ class ThreadExecutor(Executor):
         self._thread = threading.Thread(target=self._loop, name="lightning_sync-comm", daemon=True)
         self._thread.start()
 
+    @override
     def promise(self, result: Tensor) -> Promise:
         return Promise(torch.futures.Future(), result)
 
+    @override
     def submit(self, job: Callable[[], None], promises: Sequence[Promise], where: str) -> None:
         self._queue.put((job, promises, where))
 
+    @override
     def wait(self, work: dist.Work) -> None:
-        # A wait inside gloo cannot be interrupted, and its time-out kills the group. So the thread sleeps on an event of
-        # its own, which the collective's end or `abort` sets.
+        # A wait inside gloo cannot be interrupted, and its time-out kills the group. So the thread sleeps on an event
+        # of its own, which the collective's end or `abort` sets.
         done = threading.Event()
         self._wake = done
         if self.error is not None:
-            raise ReductionAborted
+            raise ReductionAbortedError
         work.get_future().add_done_callback(lambda _: done.set())
         if not done.wait(self.deadline):
             raise TimeoutError(
                 f"a collective was not done after {self.deadline:g} s (step_timeout): another rank has stopped, hangs, "
                 "or has not reached this point. Raise step_timeout if a step may take that long."
             )
-        if self.error is not None and not work.is_completed():
-            raise ReductionAborted
+        if not work.is_completed():  # `abort` woke us up
+            raise ReductionAbortedError
         work.wait()  # done: raises what the collective raised
 
+    @override
     def abort(self, error: BaseException) -> None:
         super().abort(error)
         self._wake.set()
 
+    @override
     def close(self) -> None:
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
@@ -157,10 +163,12 @@ class StreamExecutor(Executor):
         self.device = device
         self._stream = torch.cuda.Stream(device)
 
+    @override
     def promise(self, result: Tensor) -> Promise:
         result.record_stream(self._stream)
         return Promise(torch.futures.Future(devices=[self.device]), result)
 
+    @override
     def submit(self, job: Callable[[], None], promises: Sequence[Promise], where: str) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
@@ -168,6 +176,7 @@ class StreamExecutor(Executor):
             for promise in promises:
                 promise.complete()  # records the side stream; DDP's stream will wait for it
 
+    @override
     def wait(self, work: dist.Work) -> None:
         work.wait()  # makes the side stream wait, not the host
 
@@ -177,4 +186,3 @@ def executor_for(device: torch.device, deadline: float, on_error: OnError | None
     if device.type == "cuda":
         return StreamExecutor(device, on_error)
     return ThreadExecutor(deadline, on_error)
-

@@ -14,6 +14,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.base import Compressor, Payload, Reduction
@@ -52,6 +53,7 @@ class BlockCodec(Compressor):
         """Matrices and larger tensors of at least 1024 elements; vectors are small, and matter."""
         return len(param.shape) > 1 and param.numel >= 1024
 
+    @override
     def init(self, params: Sequence[ParamSpec]) -> State:
         state = State(tuple(params))
         first, table = 0, {}
@@ -61,6 +63,7 @@ class BlockCodec(Compressor):
         state.cache["first_block"] = table
         return state
 
+    @override
     def reduce(self, keys: Sequence[str], tensors: Sequence[Tensor], state: State) -> Reduction:
         plan = block_plan(self.block, keys, state)
         blocks = torch.zeros(plan.rows, self.block, dtype=plan.dtype, device=tensors[0].device)
@@ -70,6 +73,7 @@ class BlockCodec(Compressor):
         everything = yield plan.gather(self.encode(combined))
         return plan.write(self.decode(plan.restore(everything.tensors), plan.dtype), tensors)
 
+    @override
     def wire_bytes(self, params: Sequence[ParamSpec], topology: Topology, step: int | None = None) -> Bytes:
         rows = sum(_rows(p.numel, self.block) for p in params)
         owned = [_owned(rows, rank, topology.size) * self.row_bytes() for rank in range(topology.size)]
@@ -170,7 +174,9 @@ def owner_residual(block: int, keys: Sequence[str], state: State) -> Tensor:
     sizes = {}
     for p in state.params:
         first, n = first_block[p.key], _rows(p.numel, block)
-        sizes[p.key] = len([1 for _ in range(first + (state.rank - first) % state.world_size, first + n, state.world_size)])
+        sizes[p.key] = len(
+            [1 for _ in range(first + (state.rank - first) % state.world_size, first + n, state.world_size)]
+        )
     return _arena("owner_residual", block, state, sizes).bind(keys).view(-1, block)
 
 

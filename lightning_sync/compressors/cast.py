@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.base import Compressor, Payload, Reduction
@@ -53,12 +54,13 @@ class FP16(_Cast):
     """float16 on the wire: 11 bits of precision (relative error at most 2^-12), between 6e-8 and 65504.
 
     Raises:
-        OverflowError: (every rank, in the step) if a mean is above 65504 or not finite; the message names the parameter.
-            On CUDA the check would stop the host in every bucket, so there inf simply appears in the gradients.
+        OverflowError: (every rank, in the step) if a mean is above 65504 or not finite; the message names the
+            parameter. On CUDA the check would stop the host in every bucket: there inf appears in the gradients.
     """
 
     dtype = torch.float16
 
+    @override
     def check(self, keys: Sequence[str], tensors: Sequence[Tensor], mean: Tensor) -> None:
         if mean.device.type != "cpu" or bool(mean.isfinite().all()):
             return

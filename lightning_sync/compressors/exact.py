@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.base import Compressor, Payload, Reduction
@@ -20,13 +21,16 @@ class Exact(Compressor):
     Payload: ``numel * itemsize`` bytes, pattern ``"sum"``. Unbiased, no memory.
     """
 
+    @override
     def init(self, params: Sequence[ParamSpec]) -> State:
         return State(tuple(params))
 
+    @override
     def reduce(self, keys: Sequence[str], tensors: Sequence[Tensor], state: State) -> Reduction:
         flat = flatten(tensors, state.share)
         reduced = yield Payload("sum", (flat,))
         return unflatten(reduced.tensors[0], tensors)
 
+    @override
     def wire_bytes(self, params: Sequence[ParamSpec], topology: Topology, step: int | None = None) -> Bytes:
         return topology.all_reduce(sum(p.numel * p.dtype.itemsize for p in params))

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.base import Compressor, Reduction
@@ -50,15 +51,19 @@ class ErrorFeedback(Compressor):
             raise ValueError(f"ErrorFeedback(decay={self.decay!r}): decay must lie in (0, 1].")
 
     @property
+    @override
     def alignment(self) -> int | None:  # type: ignore[override]
         return self.inner.alignment
 
+    @override
     def accepts(self, param: ParamSpec) -> bool:
         return self.inner.accepts(param)
 
+    @override
     def init(self, params: Sequence[ParamSpec]) -> State:
         return self.inner.init(params)
 
+    @override
     def reduce(self, keys: Sequence[str], tensors: Sequence[Tensor], state: State) -> Reduction:
         codec = self.inner
         plan = block_plan(codec.block, keys, state)
@@ -79,5 +84,6 @@ class ErrorFeedback(Compressor):
         late.sub_(codec.decode(code, plan.dtype))
         return plan.write(codec.decode(plan.restore(everything.tensors), plan.dtype), tensors)
 
+    @override
     def wire_bytes(self, params: Sequence[ParamSpec], topology: Topology, step: int | None = None) -> Bytes:
         return self.inner.wire_bytes(params, topology, step)

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_sync.compressors.blocks import BlockCodec
 
@@ -36,6 +37,7 @@ class BlockInt8(BlockCodec):
         if isinstance(self.block, bool) or not isinstance(self.block, int) or not 8 <= self.block <= 65536:
             raise ValueError(f"BlockInt8(block={self.block!r}): block must be an integer from 8 to 65536.")
 
+    @override
     def encode(self, blocks: Tensor) -> tuple[Tensor, ...]:
         # Float32 scales whatever the state's dtype. The smallest normal number stands in for a zero scale: 0/s is 0.
         scale = blocks.abs().amax(-1, keepdim=True).div_(127).to(torch.float32)
@@ -43,8 +45,10 @@ class BlockInt8(BlockCodec):
         code = torch.div(blocks, scale.clamp(min=tiny)).round_().clamp_(-127, 127).to(torch.int8)
         return code, scale
 
+    @override
     def decode(self, code: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return torch.mul(code[0].to(dtype), code[1])
 
+    @override
     def row_bytes(self) -> int:
         return self.block + 4

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.base import Compressor, Payload, Reduction
@@ -56,7 +57,7 @@ class PowerSGD(Compressor):
     residual: Literal["local", "aggregate"] = "local"
     # Biased, but with a feedback of its own: the residual needs the reduced P, which no wrapper sees.
     biased: ClassVar[bool] = False
-    alignment: ClassVar[int | None] = None
+    alignment = None
 
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
@@ -68,12 +69,14 @@ class PowerSGD(Compressor):
         if self.residual not in ("local", "aggregate"):
             raise ValueError(f"PowerSGD(residual={self.residual!r}): must be 'local' or 'aggregate'.")
 
+    @override
     def accepts(self, param: ParamSpec) -> bool:
         if len(param.shape) < 2 or param.numel == 0:
             return False
         n, m = _matrix_shape(param.shape)
         return param.numel >= self.min_ratio * self.rank * (n + m)
 
+    @override
     def init(self, params: Sequence[ParamSpec]) -> State:
         state = State(tuple(params))
         if params:
@@ -82,6 +85,7 @@ class PowerSGD(Compressor):
             state.arena("factor", {p.key: _matrix_shape(p.shape)[1] * self.rank for p in params}, dtype, device)
         return state
 
+    @override
     def reduce(self, keys: Sequence[str], tensors: Sequence[Tensor], state: State) -> Reduction:
         if state.step < self.warmup_steps:
             return (yield from Exact().reduce(keys, tensors, state))
@@ -96,7 +100,9 @@ class PowerSGD(Compressor):
         lefts = _split(left, [(s.count, s.n, self.rank) for s in stacks])
         flat_views = [v for matrix in matrices for v in matrix.unbind(0)]
         ordered = [tensors[i] for i in order]
-        torch._foreach_add_(flat_views, [t.reshape(v.shape) for t, v in zip(ordered, flat_views, strict=True)], alpha=state.share)
+        torch._foreach_add_(
+            flat_views, [t.reshape(v.shape) for t, v in zip(ordered, flat_views, strict=True)], alpha=state.share
+        )
 
         for matrix, right, out in zip(matrices, rights, lefts, strict=True):
             torch.bmm(matrix, right, out=out)
@@ -117,6 +123,7 @@ class PowerSGD(Compressor):
             torch._foreach_copy_(targets, [v.view(t.shape) for v, t in zip(means, targets, strict=True)])
         return tensors
 
+    @override
     def wire_bytes(self, params: Sequence[ParamSpec], topology: Topology, step: int | None = None) -> Bytes:
         if step is not None and step < self.warmup_steps:
             return Exact().wire_bytes(params, topology)

@@ -162,7 +162,12 @@ _CLASSES: dict[str, type[WirePrecision]] = {
 }
 # Lightning files a plugin's state in the checkpoint under its class name: with the stock name, a run may switch between
 # this plugin and Lightning's own and keep its loss scale.
-for _wire, _stock in ((_WireFull, Precision), (_WireDouble, DoublePrecision), (_WireHalf, HalfPrecision), (_WireMixed, MixedPrecision)):
+for _wire, _stock in (
+    (_WireFull, Precision),
+    (_WireDouble, DoublePrecision),
+    (_WireHalf, HalfPrecision),
+    (_WireMixed, MixedPrecision),
+):
     _wire.__qualname__ = _stock.__qualname__
 
 

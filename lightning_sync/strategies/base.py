@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
@@ -44,8 +44,8 @@ class SyncStrategy(DDPStrategy):
         aggregator: How the contributions become one: a name or an `Aggregator`. `None`: the mean.
         error_feedback: Wrap error feedback around biased compressors. False saves one float32 per element and loses
             what is not sent.
-        two_level: Reduce inside each node exactly and compress only between nodes. `None`: where it saves bytes, that is
-            when there are several nodes with several ranks each. Without a compressor only when asked for.
+        two_level: Reduce inside each node exactly and compress only between nodes. `None`: where it saves bytes, that
+            is when there are several nodes with several ranks each. Without a compressor only when asked for.
         seed: Seed of the compressors' private random numbers.
         setup_timeout: Seconds that ranks may take to find each other (30 minutes by default).
         step_timeout: Seconds that one reduction may take before the run is ended.
@@ -154,8 +154,8 @@ class SyncStrategy(DDPStrategy):
             requested = _compat.requested_precision(module.trainer)
             if requested not in ("32-true", self.precision_plugin.precision):
                 raise ValueError(
-                    f"Trainer(precision={requested!r}) is ignored by Lightning, because the strategy brings a precision "
-                    f"plugin for {self.precision_plugin.precision!r}. Leave one of them out."
+                    f"Trainer(precision={requested!r}) is ignored by Lightning, because the strategy brings a "
+                    f"precision plugin for {self.precision_plugin.precision!r}. Leave one of them out."
                 )
         super().setup_environment()
 
@@ -202,10 +202,10 @@ class SyncStrategy(DDPStrategy):
     def _say_bytes(self, reducer: Reducer) -> None:
         ours, plain = reducer.interface_bytes(), reducer.bf16_interface_bytes()
         name = self.describe()["compressor"]
-        if name not in ("none", "bf16", "fp16") and ours >= plain:
+        if name not in ("none", "bf16", "fp16") and ours >= plain > 0:
             rank_zero_warn(
-                f"compressor={name!r} sends {ours:,} bytes per step through each network interface in this topology, plain "
-                f"bf16 would send {plain:,}. Use compressor='bf16', or two_level=True with equal ranks per node."
+                f"compressor={name!r} sends {ours:,} bytes per step through each network interface in this topology, "
+                f"plain bf16 would send {plain:,}. Use compressor='bf16', or two_level=True with equal ranks per node."
             )
         else:
             rank_zero_info(f"{self.mode}, {name}: {ours:,} bytes per step and interface (plain bf16: {plain:,}).")
@@ -260,7 +260,9 @@ class SyncStrategy(DDPStrategy):
             return
         failure = self._watcher.explain(exception, "training")
         if failure.rank != self.global_rank and exception.__cause__ is None:
-            exception.__cause__ = failure  # Lightning raises `exception` again: its traceback then starts with the reason
+            exception.__cause__ = (
+                failure  # Lightning raises `exception` again: its traceback then starts with the reason
+            )
 
     def teardown(self) -> None:
         """Stop the threads; no collective, since an exception may have led here."""
@@ -286,13 +288,15 @@ def _is_collective_error(error: BaseException) -> bool:
 
 
 def _meant_keywords(owner: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Refuse unknown keywords; leave out those of DDP at their defaults, which a command line passes without being asked."""
+    """Refuse unknown keywords; leave out those of DDP at their defaults, which a command line passes unasked."""
     lightnings, torchs = (
         {n: p.default for n, p in inspect.signature(cls.__init__).parameters.items() if p.kind is not p.VAR_KEYWORD}
         for cls in (DDPStrategy, DistributedDataParallel)
     )
     own = {"self", "module", "device_ids", "process_group"}
-    unknown = sorted(n for n in kwargs if n not in lightnings and (n not in torchs or (n in own and kwargs[n] is not None)))
+    unknown = sorted(
+        n for n in kwargs if n not in lightnings and (n not in torchs or (n in own and kwargs[n] is not None))
+    )
     if unknown:
         accepted = ", ".join(sorted((lightnings.keys() | torchs.keys()) - own))
         raise TypeError(f"{owner}: unknown argument {', '.join(unknown)}. Accepted, beside its own: {accepted}.")

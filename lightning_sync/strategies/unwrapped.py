@@ -23,14 +23,14 @@ from lightning_sync.strategies.base import SyncStrategy
 class UnwrappedStrategy(SyncStrategy):
     """Base of all modes in which replicas do not meet in every step.
 
-    A replica is the set of ranks that holds one copy of the trajectory: inside it gradients are averaged, exactly, after
-    the last backward of every step. Between replicas nothing is sent; that is what subclasses add. Parameters and
+    A replica is the set of ranks that holds one copy of the trajectory: inside it gradients are averaged, exactly,
+    after the last backward of every step. Between replicas nothing is sent; that is what subclasses add. Parameters and
     buffers start equal on all ranks, as rank 0 has them; buffers follow the replica's first rank at every step, as in
     DDP.
 
     Args:
-        replica: ``"rank"``: every rank on its own. ``"node"``: the ranks of a node. A number: that many consecutive ranks.
-            ``"auto"``: ``"node"`` when there are several nodes, else ``"rank"``.
+        replica: ``"rank"``: every rank on its own. ``"node"``: the ranks of a node. A number: that many consecutive
+            ranks. ``"auto"``: ``"node"`` when there are several nodes, else ``"rank"``.
         **kwargs: See `SyncStrategy`. Of DDP's options ``bucket_cap_mb`` (25 by default) and ``find_unused_parameters``
             (False: every rank of a replica must produce the same gradients) keep their meaning; those which belong to
             DDP's wrapper have none here and are refused.
@@ -44,8 +44,8 @@ class UnwrappedStrategy(SyncStrategy):
         foreign = sorted(set(self._ddp_kwargs) - {"bucket_cap_mb", "find_unused_parameters"})
         if foreign or self._ddp_comm_hook is not None:
             raise ValueError(
-                f"{type(self).__name__}: {', '.join(foreign) or 'ddp_comm_hook'} belongs to DDP, which this strategy does "
-                "not use. Leave it out, or use strategy='strict'."
+                f"{type(self).__name__}: {', '.join(foreign) or 'ddp_comm_hook'} belongs to DDP, which this strategy "
+                "does not use. Leave it out, or use strategy='strict'."
             )
         self.replica: Replica = replica
         self._blocked = False

@@ -33,9 +33,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from methods import Method, find
-from models import loader
 from session import add_job_options, job_from
 from trial import Job, Place, make_module, make_trainer, quiet
+
+from models import loader
 
 RANKS = 2
 PLAN_VARIABLE = "LIGHTNING_SYNC_OVERHEAD_PLAN"

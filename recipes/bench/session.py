@@ -15,8 +15,9 @@ from typing import Any
 from hosts import Hosts
 from launch import run_ranks
 from methods import find, load_plugin
-from models import MODELS
 from trial import Job, read_trial, run_trials
+
+from models import MODELS
 
 CAPTION = "CPU, gloo, emulated links; NCCL not measured"
 FOLDER_VARIABLE = "LIGHTNING_SYNC_BENCH_FOLDER"

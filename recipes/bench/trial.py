@@ -29,6 +29,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from meeting import Meeting, called_off
 from methods import Method
+
 from models import MODELS, loader
 
 COUNTED = ("wire_bytes", "network_bytes", "messages")

@@ -49,7 +49,9 @@ def overflow(rank: int, world_size: int) -> dict[str, Any]:
     for name, compressor in {"int8": "int8", "powersgd": ls.PowerSGD(rank=1, warmup_steps=2), "bf16": "bf16"}.items():
         for stock in (False, True):
             torch.manual_seed(0)
-            plugin = ls.WirePrecision("16-mixed", compressor=compressor, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+            plugin = ls.WirePrecision(
+                "16-mixed", compressor=compressor, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0)
+            )
             kind = DDPStrategy if stock else ls.StrictStrategy
             module = Poisoned(_reducer_state)
             fit(module, kind(bucket_cap_mb=0.005), world_size, max_steps=9, plugins=[plugin])
@@ -62,7 +64,7 @@ def overflow(rank: int, world_size: int) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.dist()
+@pytest.mark.dist
 def test_an_overflow_on_one_rank_skips_the_step_everywhere_and_touches_no_state() -> None:
     ranks = run_ranks(overflow, 2, init="env", deadline=150)
     for name, (scales, frozen, skipped, moved, weight) in ranks[0].items():
@@ -76,7 +78,10 @@ def test_an_overflow_on_one_rank_skips_the_step_everywhere_and_touches_no_state(
 
 def under_stock_ddp(rank: int, world_size: int) -> dict[str, Any]:
     results = {}
-    for name, strategy in {"stock": DDPStrategy(bucket_cap_mb=0.005), "strict": ls.StrictStrategy(bucket_cap_mb=0.005)}.items():
+    for name, strategy in {
+        "stock": DDPStrategy(bucket_cap_mb=0.005),
+        "strict": ls.StrictStrategy(bucket_cap_mb=0.005),
+    }.items():
         torch.manual_seed(0)
         module = Toy()
         plugin = ls.WirePrecision("bf16-mixed", compressor=ls.PowerSGD(rank=2, warmup_steps=1))
@@ -86,7 +91,7 @@ def under_stock_ddp(rank: int, world_size: int) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.dist()
+@pytest.mark.dist
 def test_the_plugin_works_under_lightnings_own_ddp_strategy() -> None:
     ranks = run_ranks(under_stock_ddp, 2, init="env", deadline=90)
     stock, strict = ranks[0]["stock"], ranks[0]["strict"]
@@ -102,7 +107,9 @@ def test_on_one_device_it_is_bypassed(caplog: pytest.LogCaptureFixture) -> None:
     assert "bypassed" in caplog.text
 
 
-@pytest.mark.parametrize(("precision", "stock"), [("bf16-mixed", MixedPrecision), ("16-mixed", MixedPrecision), ("32-true", Precision)])
+@pytest.mark.parametrize(
+    ("precision", "stock"), [("bf16-mixed", MixedPrecision), ("16-mixed", MixedPrecision), ("32-true", Precision)]
+)
 def test_it_is_the_stock_plugin_and_files_its_state_under_the_stock_name(precision: Any, stock: type) -> None:
     plugin = ls.WirePrecision(precision, compressor="int8")
     assert isinstance(plugin, stock)

@@ -70,11 +70,14 @@ def run(rank: int, world_size: int, what: str) -> None:
     elif what == "training step, un-wrapped":
         module, strategy = FailingStep(), ls.UnwrappedStrategy(replica=world_size)
     elif what == "validation":
-        module, options = FailingValidation(), {"limit_val_batches": 2, "val_check_interval": 4, "num_sanity_val_steps": 0}
+        module, options = (
+            FailingValidation(),
+            {"limit_val_batches": 2, "val_check_interval": 4, "num_sanity_val_steps": 0},
+        )
     fit(module, strategy, world_size, max_steps=1000, **options)
 
 
-@pytest.mark.dist()
+@pytest.mark.dist
 @pytest.mark.parametrize(
     "what",
     [
@@ -93,6 +96,8 @@ def test_every_rank_ends_with_the_original_message(what: str) -> None:
     assert time.monotonic() - start < 90
     for outcome in outcomes:
         assert outcome.exit_code not in (0, None), (what, outcome)
-        assert "ZeroDivisionError: boom in a " in outcome.stderr or "ZeroDivisionError: boom in v" in outcome.stderr, outcome.stderr
+        assert "ZeroDivisionError: boom in a " in outcome.stderr or "ZeroDivisionError: boom in v" in outcome.stderr, (
+            outcome.stderr
+        )
     assert last - first < 10, [o.seconds for o in outcomes]
     assert "rank 1" in outcomes[0].stderr

@@ -13,7 +13,16 @@ import lightning_sync as ls
 from tests.models import Toy, fit
 from tests.workers import run_ranks
 
-COLLECTIVES = ("all_reduce", "broadcast", "barrier", "all_to_all_single", "all_gather", "reduce", "gather", "all_gather_into_tensor")
+COLLECTIVES = (
+    "all_reduce",
+    "broadcast",
+    "barrier",
+    "all_to_all_single",
+    "all_gather",
+    "reduce",
+    "gather",
+    "all_gather_into_tensor",
+)
 
 
 class TermAtBatch(Callback):
@@ -52,7 +61,7 @@ def stopped(rank: int, world_size: int) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.dist()
+@pytest.mark.dist
 def test_sigterm_on_one_rank_stops_all_at_the_same_batch() -> None:
     ranks = run_ranks(stopped, 3, init="env", deadline=120)
     for name, (how, batches) in ranks[0].items():
@@ -106,10 +115,12 @@ def census(rank: int, world_size: int) -> dict[str, dict[str, int]]:
     return results
 
 
-@pytest.mark.dist()
+@pytest.mark.dist
 def test_nothing_is_sent_that_the_mode_does_not_need() -> None:
     counts = run_ranks(census, 2, init="env", deadline=90)[0]
     assert counts["strict"] == {}, "the stock reducer works in C++, and Lightning's broadcast per batch is gone"
-    assert counts["strict, int8"] == {"all_to_all_single": 8 * 2, "all_reduce": 8 * 1}, "matrices in two phases, vectors in one"
+    assert counts["strict, int8"] == {"all_to_all_single": 8 * 2, "all_reduce": 8 * 1}, (
+        "matrices in two phases, vectors in one"
+    )
     assert counts["strict, int8, accumulate 4"] == {"all_to_all_single": 2 * 2, "all_reduce": 2 * 1}
     assert counts["alone"] == {}

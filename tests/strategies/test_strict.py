@@ -41,7 +41,7 @@ def against_ddp(rank: int, world_size: int) -> dict[str, list[str]]:
     return differs
 
 
-@pytest.mark.dist()
+@pytest.mark.dist
 def test_without_compressor_it_is_ddp_bit_for_bit() -> None:
     for differs in run_ranks(against_ddp, 3, init="env", deadline=150):
         assert differs == {name: [] for name in DDP_CASES}
@@ -63,13 +63,15 @@ def compressed(rank: int, world_size: int) -> dict[str, Any]:
     for name, (compressor, ddp, trainer) in COMPRESSED.items():
         strategy = ls.StrictStrategy(compressor=compressor, **{**SMALL_BUCKETS, **ddp})
         alternate = "find_unused_parameters" in ddp
-        state = train(strategy, world_size, {"alternate": alternate}, {"limit_val_batches": 2, "val_check_interval": 4, **trainer})
+        state = train(
+            strategy, world_size, {"alternate": alternate}, {"limit_val_batches": 2, "val_check_interval": 4, **trainer}
+        )
         counters = strategy.counters
         results[name] = (state, counters.steps, counters.wire_bytes, counters.dense_bytes)
     return results
 
 
-@pytest.mark.dist()
+@pytest.mark.dist
 def test_replicas_stay_equal_and_send_less() -> None:
     ranks = run_ranks(compressed, 3, init="env", deadline=150)
     for name in COMPRESSED:
@@ -77,5 +79,9 @@ def test_replicas_stay_equal_and_send_less() -> None:
         assert steps == 12, name
         assert sent < 0.75 * dense, name
         for other in ranks[1:]:
-            unequal = [k for k, v in reference.items() if "running" not in k and "num_batches" not in k and not torch.equal(v, other[name][0][k])]
+            unequal = [
+                k
+                for k, v in reference.items()
+                if "running" not in k and "num_batches" not in k and not torch.equal(v, other[name][0][k])
+            ]
             assert unequal == [], name

@@ -38,7 +38,7 @@ def against_ddp(rank: int, world_size: int) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.dist()
+@pytest.mark.dist
 def test_one_replica_over_all_ranks_equals_ddp() -> None:
     for errors in run_ranks(against_ddp, 3, init="env", deadline=150):
         assert {name: error < 1e-5 for name, error in errors.items()} == dict.fromkeys(CASES, True), errors
@@ -72,16 +72,24 @@ def replicas(rank: int, world_size: int) -> dict[str, Any]:
         module = Toy()
         strategy = ls.UnwrappedStrategy(replica=replica)
         fit(module, strategy, world_size, max_steps=5)
-        results[str(replica)] = (module.last.weight.detach().clone(), strategy.counters.wire_bytes, strategy.counters.steps)
+        results[str(replica)] = (
+            module.last.weight.detach().clone(),
+            strategy.counters.wire_bytes,
+            strategy.counters.steps,
+        )
     torch.manual_seed(0)
     module2 = TwoOptimisers()
     strategy = ls.UnwrappedStrategy(replica=world_size)
     fit(module2, strategy, world_size, max_steps=8)
-    results["two optimisers"] = (module2.a.weight.detach().clone(), strategy.counters.wire_bytes, strategy.counters.steps)
+    results["two optimisers"] = (
+        module2.a.weight.detach().clone(),
+        strategy.counters.wire_bytes,
+        strategy.counters.steps,
+    )
     return results
 
 
-@pytest.mark.dist()
+@pytest.mark.dist
 def test_gradients_stay_inside_a_replica() -> None:
     ranks = run_ranks(replicas, 4, init="env", deadline=120)
     weight = {name: [r[name][0] for r in ranks] for name in ranks[0]}

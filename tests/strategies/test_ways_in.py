@@ -14,7 +14,6 @@ from tests.models import Toy, everything, fit
 from tests.workers import run_ranks
 
 
-
 class Quiet(Toy):
     """Logs nothing: torch 2.13 cannot compile through Lightning 2.6.6's `self.log`, under any strategy."""
 
@@ -56,7 +55,7 @@ def ways(rank: int, world_size: int) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.dist()
+@pytest.mark.dist
 def test_by_name_by_object_as_plugin_and_compiled() -> None:
     for result in run_ranks(ways, 2, init="env", deadline=120):
         assert result["by name"][0] == "StrictStrategy"
@@ -74,13 +73,13 @@ def cli(rank: int, world_size: int, arguments: list[str]) -> dict[str, Any]:
     return {**run.trainer.strategy.describe(), "buckets": run.trainer.strategy._ddp_kwargs.get("bucket_cap_mb")}
 
 
-@pytest.mark.dist()
+@pytest.mark.dist
 def test_lightning_cli_by_name() -> None:
     (described,) = run_ranks(cli, 1, ["--trainer.strategy=strict"], init="env")
     assert described["compressor"] == "none"
 
 
-@pytest.mark.dist()
+@pytest.mark.dist
 def test_lightning_cli_by_class_path() -> None:
     arguments = [
         "--trainer.strategy=lightning_sync.StrictStrategy",
