@@ -70,7 +70,9 @@ class Toy(LightningModule):
         return DataLoader(Noise(24), batch_size=4)
 
 
-def fit(module: LightningModule, strategy: Strategy | str, world_size: int, max_steps: int = 12, **options: Any) -> Trainer:
+def fit(
+    module: LightningModule, strategy: Strategy | str, world_size: int, max_steps: int = 12, **options: Any
+) -> Trainer:
     """Train on CPU in processes that exist already (see `tests.workers`, ``init="env"``), writing nothing."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",

@@ -14,6 +14,7 @@ from lightning_sync.precision import loss_scale_of
 from lightning_sync.reducer import Reducer
 from lightning_sync.strategies.base import SyncStrategy
 
+
 class StrictStrategy(SyncStrategy):
     """Average gradients over all ranks in every step, compressed if asked.
 

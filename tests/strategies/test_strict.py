@@ -41,7 +41,7 @@ def against_ddp(rank: int, world_size: int) -> dict[str, list[str]]:
     return differs
 
 
-@pytest.mark.dist()
+@pytest.mark.dist
 def test_without_compressor_it_is_ddp_bit_for_bit() -> None:
     for differs in run_ranks(against_ddp, 3, init="env", deadline=150):
         assert differs == {name: [] for name in DDP_CASES}
@@ -69,7 +69,7 @@ def compressed(rank: int, world_size: int) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.dist()
+@pytest.mark.dist
 def test_replicas_stay_equal_and_send_less() -> None:
     ranks = run_ranks(compressed, 3, init="env", deadline=150)
     for name in COMPRESSED:
