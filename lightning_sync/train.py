@@ -140,9 +140,10 @@ def _plain(value: Any) -> Any:
 @contextmanager
 def _one_sentence(*also: type[Exception], traceback: bool) -> Iterator[None]:
     """Leave the process with one line on stderr and exit code 1 when the arguments are to blame."""
+    blamed: tuple[type[Exception], ...] = (UsageError, HydraException, OmegaConfBaseException, *also)
     try:
         yield
-    except (UsageError, HydraException, OmegaConfBaseException, *also) as error:
+    except blamed as error:
         if traceback:
             raise
         rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
