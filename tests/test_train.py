@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,9 @@ def test_the_console_command_starts_its_ranks_too(command: Command, tmp_path: Pa
         (["compressor=int8", "strategy.compressor=bf16"], "compressor=int8 is given beside strategy.compressor=bf16"),
         (["compressor=int8", "compressor.block=-1"], "block=-1"),
         (["model.heads=3"], "model: heads=3 must divide width=128."),
-        (["logger=wandb"], "wandb"),
+        pytest.param(
+            ["logger=wandb"], "wandb", marks=pytest.mark.skipif(find_spec("wandb") is not None, reason="is there")
+        ),
         (["-m", "seed=1,2"], "multirun (-m) with 2 ranks"),
     ],
 )
