@@ -1,13 +1,15 @@
 """Fixtures that more than one test module uses."""
 
+import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 # Variables by which Lightning, torch and Hydra would take a test for a rank of a run.
 _OF_A_RUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "HYDRA_FULL_ERROR")
@@ -17,10 +19,17 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def clean_env(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_env(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An environment outside of any run; what an entry changes in this process is put back."""
     for name in list(os.environ):
         if name in _OF_A_RUN or name.startswith(_PREFIXES):
             monkeypatch.delenv(name)
+    before, handlers, threads = dict(os.environ), list(logging.root.handlers), torch.get_num_threads()
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    logging.root.handlers[:] = handlers
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
