@@ -53,7 +53,8 @@ def main() -> None:
     # Makes Hydra raise what it finds wrong while composing, instead of printing several lines and leaving.
     os.environ[_FULL_ERROR] = "1"
     try:
-        with _one_sentence(traceback=wanted == "1"):
+        # Hydra raises a bare ValueError for GROUP=null; a ValueError of ours has been dealt with inside.
+        with _one_sentence(ValueError, traceback=wanted == "1"):
             if importlib.util.find_spec("lightning_sync.conf") is None:
                 raise UsageError("lightning_sync.conf is not installed; install this checkout with: pip install -e .")
             task()
@@ -137,11 +138,12 @@ def _plain(value: Any) -> Any:
 
 
 @contextmanager
-def _one_sentence(traceback: bool) -> Iterator[None]:
+def _one_sentence(*also: type[Exception], traceback: bool) -> Iterator[None]:
     """Leave the process with one line on stderr and exit code 1 when the arguments are to blame."""
+    blamed: tuple[type[Exception], ...] = (UsageError, HydraException, OmegaConfBaseException, *also)
     try:
         yield
-    except (UsageError, HydraException, OmegaConfBaseException) as error:
+    except blamed as error:
         if traceback:
             raise
         rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"

@@ -9,4 +9,4 @@ install_into_venv digits
 bin=".venv/bin"
 [ -d "$bin" ] || bin=".venv/Scripts"
 exec "$bin/python" -m lightning_sync.train strategy="${STRATEGY:-strict}" compressor="${COMPRESSOR:-int8}" \
-    data=python_source model=byte_lm trainer.max_steps=600 "$@"
+    data=python_source model=byte_lm trainer.max_steps=400 "$@"

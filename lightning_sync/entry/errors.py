@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hydra.errors import HydraException, InstantiationException, MissingConfigException
+from hydra.errors import InstantiationException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
 
@@ -12,7 +12,7 @@ class UsageError(Exception):
     """An argument of the run is wrong; the message names it, its value, what is accepted and what to do."""
 
 
-def sentence(error: UsageError | HydraException | OmegaConfBaseException) -> str:
+def sentence(error: Exception) -> str:
     """Put an error about the arguments into one line.
 
     Args:
