@@ -11,47 +11,47 @@ from lightning_sync.aggregators import Aggregator
 from lightning_sync.compressors import Compressor, Route
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-MODES = ("strict", "unwrapped")
+COMPRESSED = "anything but none"
+WRAPPERS = ("ddp", "fsdp", "deepspeed", "model_parallel")
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A combination that is not allowed. Every field is a pattern, as a shell would match it."""
+    """A combination that is not allowed. Every field is a pattern, as a shell would match it, or `COMPRESSED`."""
 
     mode: str
     compressor: str
     aggregator: str
     precision: str
+    wrapper: str
     reason: str
 
-    def covers(self, mode: str, compressor: str, aggregator: str, precision: str) -> bool:
+    def covers(self, mode: str, compressor: str, aggregator: str, precision: str, wrapper: str) -> bool:
         """Whether this refusal applies."""
-        pairs = zip(
-            (self.mode, self.compressor, self.aggregator, self.precision),
-            (mode, compressor, aggregator, precision),
-            strict=True,
-        )
-        return all(fnmatch.fnmatchcase(value, pattern) for pattern, value in pairs)
+        patterns = (self.mode, self.compressor, self.aggregator, self.precision, self.wrapper)
+        pairs = zip(patterns, (mode, compressor, aggregator, precision, wrapper), strict=True)
+        return all(_matches(pattern, value) for pattern, value in pairs)
+
+
+def _matches(pattern: str, value: str) -> bool:
+    return value != "none" if pattern == COMPRESSED else fnmatch.fnmatchcase(value, pattern)
 
 
 REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
-        "unwrapped",
-        "[!n]*",
-        "*",
-        "*",
-        "inside a replica gradients are averaged exactly; leave the compressor out",
-    ),
+    Refusal("*", "*", "*", "*", "fsdp", "parameters are sharded: no rank holds the gradient a compressor needs"),
+    Refusal("*", "*", "*", "*", "deepspeed", "DeepSpeed reduces gradients itself"),
+    Refusal("*", "*", "*", "*", "model_parallel", "parameters are sharded: no rank holds a whole gradient"),
+    Refusal("unwrapped", COMPRESSED, "*", "*", "*", "inside a replica gradients are averaged exactly; leave it out"),
     *(
-        Refusal("*", "[!n]*", "*", p, "this plugin converts gradients itself, which was never tested with compression")
+        Refusal("*", COMPRESSED, "*", p, "*", "this plugin converts gradients itself; never tested with compression")
         for p in ("transformer-engine*", "nf4*", "fp4*", "int8*")
     ),
 )
 
 
-def refusal(mode: str, compressor: str, aggregator: str, precision: str) -> str | None:
+def refusal(mode: str, compressor: str, aggregator: str, precision: str, wrapper: str = "ddp") -> str | None:
     """The reason why this combination is refused, `None` if it is not."""
-    return next((r.reason for r in REFUSALS if r.covers(mode, compressor, aggregator, precision)), None)
+    return next((r.reason for r in REFUSALS if r.covers(mode, compressor, aggregator, precision, wrapper)), None)
 
 
 def check_combination(mode: str, compressor: Compressor | Route, aggregator: Aggregator, precision: str) -> None:
@@ -70,10 +70,21 @@ def check_combination(mode: str, compressor: Compressor | Route, aggregator: Agg
 
 
 def table(modes: Iterable[str] = ("strict",)) -> str:
-    """The combinations as a Markdown table: one row per mode and compressor, one column per precision."""
-    lines = ["| strategy | compressor | " + " | ".join(PRECISIONS) + " |", "|---|---|" + "---|" * len(PRECISIONS)]
+    """The combinations as a Markdown table: a row per mode and compressor, a column per precision and per wrapper."""
+    columns = [*PRECISIONS, *WRAPPERS[1:]]
+    lines = [f"| strategy | compressor | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
+    reasons: list[str] = []
+
+    def cell(reason: str | None) -> str:
+        if reason is None:
+            return "yes"
+        if reason not in reasons:
+            reasons.append(reason)
+        return f"no ({reasons.index(reason) + 1})"
+
     for mode in modes:
         for name in compressors.registry:
-            cells = [refusal(mode, name, "mean", p) or "yes" for p in PRECISIONS]
-            lines.append(f"| {mode} | {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            cells = [cell(refusal(mode, name, "mean", p)) for p in PRECISIONS]
+            cells += [cell(refusal(mode, name, "mean", "32-true", w)) for w in WRAPPERS[1:]]
+            lines.append(f"| {mode} | {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"({i}) {reason}." for i, reason in enumerate(reasons, 1))])

@@ -1,0 +1,48 @@
+"""The README is executed: its Python runs, its command lines exist, its table is the code's."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lightning_sync.validity import table
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
+PYTHON = [text for language, text in BLOCKS if language == "python"]
+COMMANDS = [
+    shlex.split(line, comments=True)
+    for language, text in BLOCKS
+    if language == "bash"
+    for line in text.strip().splitlines()
+]
+
+
+@pytest.mark.filterwarnings("ignore:isinstance.treespec, LeafSpec.:FutureWarning")
+@pytest.mark.parametrize("source", PYTHON, ids=range(len(PYTHON)))
+def test_python_blocks_run(source: str) -> None:
+    exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_scripts_exist_and_can_be_executed() -> None:
+    scripts = [words[0] for words in COMMANDS if words[0].startswith("./")]
+    assert scripts
+    for script in scripts:
+        assert (Path(__file__).parents[1] / script).stat().st_mode & 0o111, script
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "words", [w for w in COMMANDS if w[:3] == ["python", "-m", "lightning_sync.train"]], ids=" ".join
+)
+def test_command_lines_train(words: list[str], command: object) -> None:
+    short = ["trainer.max_steps=2", "trainer.limit_val_batches=1", "trainer.enable_progress_bar=false"]
+    overrides = [w for w in words[1:] if not w.startswith("trainer.max_steps")]
+    done = command(*overrides, *short)  # type: ignore[operator]
+    assert done.returncode == 0, done.stderr
+    assert "wire_bytes_per_step" in done.stdout
+
+
+def test_the_table_of_what_composes_is_current() -> None:
+    assert table() in README
