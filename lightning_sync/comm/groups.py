@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,7 @@ def make_wires(
     counters: Counters,
     wait: Callable[[dist.Work], None] | None = None,
     two_level: bool | None = None,
+    timeout: float | None = None,
 ) -> Wires:
     """Create the groups for reductions over all ranks.
 
@@ -59,6 +61,7 @@ def make_wires(
         topology: All ranks of the default group.
         counters: Where their bytes are counted.
         wait: See `GroupWire`.
+        timeout: Seconds after which a collective of these groups fails, and the groups with it; `None`: torch's default.
         two_level: Reduce inside each node first, exactly, and between nodes only this node's share per rank. `None`:
             when there are several nodes with several ranks each.
 
@@ -70,18 +73,18 @@ def make_wires(
             f"two_level=True needs the same number of ranks on every node, got {sorted(topology.by_node().items())}. "
             "Start equal numbers, or use two_level=False."
         )
-    wires = Wires(GroupWire(_group(list(range(topology.size)), topology.rank), topology, counters, wait))
+    wires = Wires(GroupWire(_group(list(range(topology.size)), topology.rank, timeout), topology, counters, wait))
     per_node = topology.ranks_per_node
     worthwhile = per_node is not None and 1 < per_node < topology.size
     if not (worthwhile if two_level is None else two_level):
         return wires
     nodes = list(topology.by_node().values())
     for ranks in nodes:  # every rank takes part in the creation of every group, in this order
-        group = _group(ranks, topology.rank)
+        group = _group(ranks, topology.rank, timeout)
         if group is not None:
             wires.intra = GroupWire(group, topology.intra(), counters, wait)
     for place in range(len(nodes[0])):
-        group = _group([ranks[place] for ranks in nodes], topology.rank)
+        group = _group([ranks[place] for ranks in nodes], topology.rank, timeout)
         if group is not None:
             wires.inter = GroupWire(group, topology.inter(), counters, wait)
     return wires
@@ -92,11 +95,12 @@ def make_group_wire(
     topology: Topology,
     counters: Counters,
     wait: Callable[[dist.Work], None] | None = None,
+    timeout: float | None = None,
 ) -> GroupWire:
     """One group per part of all ranks; returns the wire of the part this rank is in."""
     wires = []
     for ranks in partition:
-        group = _group(ranks, topology.rank)
+        group = _group(ranks, topology.rank, timeout)
         if group is not None:
             nodes = tuple(topology.nodes[r] for r in ranks)
             wires.append(GroupWire(group, Topology(ranks.index(topology.rank), nodes), counters, wait))
@@ -104,6 +108,6 @@ def make_group_wire(
     return wire
 
 
-def _group(ranks: list[int], rank: int) -> dist.ProcessGroup:
-    group = dist.new_group(ranks)
+def _group(ranks: list[int], rank: int, timeout: float | None) -> dist.ProcessGroup:
+    group = dist.new_group(ranks, timeout=None if timeout is None else timedelta(seconds=timeout))
     return group if rank in ranks else None  # type: ignore[return-value]

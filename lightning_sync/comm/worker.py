@@ -20,19 +20,21 @@ from typing_extensions import override
 OnError = Callable[[BaseException, str], None]
 
 
-class ReductionAbortedError(RuntimeError):
-    """A reduction was given up because another one, here or on another rank, had failed."""
-
-
 class Promise:
-    """A future for DDP, and the tensor it will hold."""
+    """A future for DDP, and the tensor it will hold; completed once, by whoever comes first."""
 
     def __init__(self, future: torch.futures.Future[Tensor], result: Tensor) -> None:
         self.future = future
         self._result = result
+        self._lock = threading.Lock()
+        self._done = False
 
     def complete(self) -> None:
         """Let the waiting side go on."""
+        with self._lock:
+            if self._done:
+                return
+            self._done = True
         self.future.set_result(self._result)
 
 
@@ -81,8 +83,6 @@ class Executor(ABC):
             return
         try:
             job()
-        except ReductionAbortedError:
-            pass  # abort() has stored the reason already
         except BaseException as error:  # everything, KeyboardInterrupt included, has to reach the training thread
             if self.error is None:
                 self.error = error
@@ -93,8 +93,11 @@ class Executor(ABC):
 class ThreadExecutor(Executor):
     """Reductions on a thread of their own, for gloo on the CPU.
 
+    The thread blocks inside gloo, where nothing can interrupt it. So `abort` does not wake the thread, it completes the
+    promises in its place: the training thread goes on, `check` raises, and the process ends, which frees the thread.
+
     Args:
-        deadline: Seconds one collective may take.
+        deadline: Seconds one collective may take; for the message only, the process group has the clock.
         on_error: See `Executor`.
     """
 
@@ -102,13 +105,20 @@ class ThreadExecutor(Executor):
         super().__init__(on_error)
         self.deadline = deadline
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], Sequence[Promise], str] | None] = queue.SimpleQueue()
-        self._wake = threading.Event()
+        self._open: dict[int, Promise] = {}
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="lightning_sync-comm", daemon=True)
         self._thread.start()
 
     @override
     def promise(self, result: Tensor) -> Promise:
-        return Promise(torch.futures.Future(), result)
+        promise = Promise(torch.futures.Future(), result)
+        with self._lock:
+            self._open[id(promise)] = promise
+            aborted = self.error is not None
+        if aborted:
+            promise.complete()
+        return promise
 
     @override
     def submit(self, job: Callable[[], None], promises: Sequence[Promise], where: str) -> None:
@@ -116,26 +126,25 @@ class ThreadExecutor(Executor):
 
     @override
     def wait(self, work: dist.Work) -> None:
-        # A wait inside gloo cannot be interrupted, and its time-out kills the group. So the thread sleeps on an event
-        # of its own, which the collective's end or `abort` sets.
-        done = threading.Event()
-        self._wake = done
-        if self.error is not None:
-            raise ReductionAbortedError
-        work.get_future().add_done_callback(lambda _: done.set())
-        if not done.wait(self.deadline):
+        # Not through `work.get_future().add_done_callback`: called while gloo completes the future, it dead-locks
+        # now and then (torch 2.13, seen in 2 of 15 starts on a loaded machine).
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if "imed out" not in str(error):
+                raise
             raise TimeoutError(
                 f"a collective was not done after {self.deadline:g} s (step_timeout): another rank has stopped, hangs, "
                 "or has not reached this point. Raise step_timeout if a step may take that long."
-            )
-        if not work.is_completed():  # `abort` woke us up
-            raise ReductionAbortedError
-        work.wait()  # done: raises what the collective raised
+            ) from error
 
     @override
     def abort(self, error: BaseException) -> None:
         super().abort(error)
-        self._wake.set()
+        with self._lock:
+            promises = list(self._open.values())
+        for promise in promises:
+            promise.complete()
 
     @override
     def close(self) -> None:
@@ -149,6 +158,8 @@ class ThreadExecutor(Executor):
             self._run(job, where)
             for promise in promises:
                 promise.complete()
+                with self._lock:
+                    del self._open[id(promise)]
 
 
 class StreamExecutor(Executor):

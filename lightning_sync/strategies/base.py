@@ -181,7 +181,7 @@ class SyncStrategy(DDPStrategy):
     def _make_wires(self, two_level: bool | None) -> Wires:
         """Groups and the executor for reductions over all ranks (collective)."""
         topology = discover_topology(self.node_rank, self.root_device)
-        return make_wires(topology, self.counters, self._make_executor().wait, two_level)
+        return make_wires(topology, self.counters, self._make_executor().wait, two_level, self.step_timeout)
 
     def _make_executor(self) -> Executor:
         """The thread (or stream) for reductions, tied to the watcher both ways."""

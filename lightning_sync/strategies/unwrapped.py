@@ -67,7 +67,7 @@ class UnwrappedStrategy(SyncStrategy):
         assert module is not None
         topology = discover_topology(self.node_rank, self.root_device)
         ranks = resolve_replica(self.replica, topology)
-        wire = make_group_wire(ranks, topology, self.counters, self._make_executor().wait)
+        wire = make_group_wire(ranks, topology, self.counters, self._make_executor().wait, self.step_timeout)
         named = param_specs(module)
         self._reducer = Reducer([spec for spec, _ in named], as_route(Exact()), Wires(wire), seed=self.seed)
         self._marks = GradientMarks((spec.name, p) for spec, p in named)
