@@ -62,7 +62,8 @@ def check_compressor(
     * shapes and dtypes are kept (float32, bfloat16, float64; empty tensors, one element, slices where it has an
       `alignment`), and all ranks get the same bits;
     * the result is in units of the mean, whatever the number of ranks;
-    * zeros stay zeros, and do not spoil what comes after; inf and NaN stay visible (non-finite, or an `OverflowError`);
+    * zeros stay zeros, and do not spoil what comes after; inf and NaN stay visible (in the result, in a
+      residual that will be sent later, or as an `OverflowError`);
     * strides do not matter; the same inputs and state give the same payloads;
     * `wire_bytes` is what a counted wire counts, on every rank, for several layouts of nodes;
     * with error feedback, all that was delivered plus what is kept is the true sum;
@@ -95,6 +96,7 @@ def check_compressor(
     topology = Topology(0, (0, 1))
     warms_up = compressor.wire_bytes(probe, topology, 0) != compressor.wire_bytes(probe, topology, None)
     for step in (0, LATE) if warms_up else (0,):
+        check_units(compressor, accepted, step, seed)
         for n in sizes:
             bench = Bench(compressor, accepted, n, step, seed)
             for check in EVERY:
@@ -102,4 +104,3 @@ def check_compressor(
             if telescopes:
                 check_telescoping(bench)
             check_buckets(bench, bitwise_buckets)
-        check_units(compressor, accepted, step, seed)

@@ -1,6 +1,7 @@
 """State belongs to parameters, by name: it survives any change of buckets, a save, and a step that must not count."""
 
 import io
+from contextlib import suppress
 
 import pytest
 import torch
@@ -77,9 +78,9 @@ def test_held_brings_back_what_was_there_and_forgets_what_was_not() -> None:
     state = PowerSGD().init(make_specs({"old": (32, 32), "new": (32, 32), "other": (32, 32)}))
     residual = state.arenas["residual"]
     residual.bind(["old", "other"]).fill_(1)
-    with pytest.raises(KeyError), state.held(["old", "new"]):
+    with suppress(ZeroDivisionError), state.held(["old", "new"]):
         residual.bind(["new", "old", "other"]).fill_(5)
-        raise KeyError("even then")
+        raise ZeroDivisionError
     assert float(residual["old"].mean()) == 1
     assert "new" not in residual
     assert float(residual["other"].mean()) == 5
@@ -106,7 +107,12 @@ def test_specs_of_slices() -> None:
 
 @pytest.mark.parametrize(
     ("wrapped", "plain"),
-    [("module.a.weight", "a.weight"), ("_orig_mod.a.weight", "a.weight"), ("module.a._orig_mod.b", "a.b"), ("a.b", "a.b")],
+    [
+        ("module.a.weight", "a.weight"),
+        ("_orig_mod.a.weight", "a.weight"),
+        ("module.a._orig_mod.b", "a.b"),
+        ("a.b", "a.b"),
+    ],
 )
 def test_wrappers_leave_no_trace_in_names(wrapped: str, plain: str) -> None:
     assert canonical_name(wrapped) == plain
