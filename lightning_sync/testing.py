@@ -101,6 +101,6 @@ def check_compressor(
             bench = Bench(compressor, accepted, n, step, seed)
             for check in EVERY:
                 check(bench)
+            check_buckets(bench, bitwise_buckets)
             if telescopes:
                 check_telescoping(bench)
-            check_buckets(bench, bitwise_buckets)
