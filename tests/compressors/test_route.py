@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_sync.compressors import BF16, BlockInt8, ErrorFeedback, Exact, PowerSGD, Route, as_route, registry
-from lightning_sync.compressors.resolve import is_exact, to_route
+from lightning_sync.compressors.resolve import to_route
 from lightning_sync.state import ParamSpec
 from lightning_sync.testing import make_specs
 
@@ -49,10 +49,6 @@ def test_error_feedback_is_wrapped_around_biased_codecs_only() -> None:
         ErrorFeedback(BlockInt8(), decay=0.5),
     ]
     assert to_route(route, error_feedback=False) == route
-
-
-def test_is_exact() -> None:
-    assert [is_exact(c) for c in (None, Exact(), BF16(), Route([]))] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("wrong", ["int9", "", 3, None, BlockInt8])
