@@ -166,8 +166,8 @@ class Reducer:
         foreign = sorted({name for tensors in state.values() for name in tensors} - known)
         if foreign:
             raise ValueError(
-                f"State holds {', '.join(map(repr, foreign))}, which this run does not reduce on this rank. Load it into "
-                "the same model with the same compressors, ranks and nodes, or start with fresh state."
+                f"State holds {', '.join(map(repr, foreign))}, which this run does not reduce on this rank. Load it "
+                "into the same model with the same compressors, ranks and nodes, or start with fresh state."
             )
         for served in self._served:
             mine = {p.key for p in served.state.params}
