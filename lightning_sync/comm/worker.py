@@ -122,13 +122,15 @@ class ThreadExecutor(Executor):
         self._wake = done
         if self.error is not None:
             raise ReductionAbortedError
-        work.get_future().add_done_callback(lambda _: done.set())
+        future = work.get_future()
+        future.add_done_callback(lambda _: done.set())
         if not done.wait(self.deadline):
             raise TimeoutError(
                 f"a collective was not done after {self.deadline:g} s (step_timeout): another rank has stopped, hangs, "
                 "or has not reached this point. Raise step_timeout if a step may take that long."
             )
-        if not work.is_completed():  # `abort` woke us up
+        # Not `work.is_completed()`: gloo completes the future first and the work a moment later.
+        if not future.done():  # `abort` woke us up
             raise ReductionAbortedError
         work.wait()  # done: raises what the collective raised
 
