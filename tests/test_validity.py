@@ -1,11 +1,16 @@
 """One table decides what composes; it is what the README prints."""
 
+import re
+from itertools import product
+
 import pytest
 
 from lightning_sync import compressors
 from lightning_sync.aggregators import Mean
 from lightning_sync.compressors import BlockInt8, Exact, PowerSGD, Route
-from lightning_sync.validity import MODES, PRECISIONS, REFUSALS, check_combination, refusal, table
+from lightning_sync.validity import PRECISIONS, REFUSALS, WRAPPERS, check_combination, refusal, table
+
+MODES = ("strict", "unwrapped")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -16,9 +21,7 @@ def test_strict_takes_every_compressor_at_every_precision(name: str, precision: 
 
 @pytest.mark.parametrize("compressor", [BlockInt8(), PowerSGD(), Route([("*", BlockInt8())])])
 def test_inside_a_replica_gradients_are_averaged_exactly(compressor: object) -> None:
-    with pytest.raises(
-        ValueError, match=r"strategy='unwrapped' with compressor=.*averaged exactly; leave the compressor out"
-    ):
+    with pytest.raises(ValueError, match=r"strategy='unwrapped' with compressor=.*averaged exactly; leave it out"):
         check_combination("unwrapped", compressor, Mean(), "32-true")  # type: ignore[arg-type]
     check_combination("unwrapped", Exact(), Mean(), "bf16-mixed")
 
@@ -30,16 +33,22 @@ def test_precisions_that_convert_gradients_themselves_are_refused_with_compressi
 
 def test_every_refusal_has_a_reason_and_applies_to_something() -> None:
     precisions = [*PRECISIONS, "transformer-engine", "nf4", "fp4-dq", "int8-training"]
+    cases = list(product(MODES, compressors.registry, ["mean"], precisions, WRAPPERS))
     for rule in REFUSALS:
         assert len(rule.reason) > 20
-        assert any(
-            rule.covers(mode, name, "mean", p) for mode in MODES for name in compressors.registry for p in precisions
-        ), rule
+        assert any(rule.covers(*case) for case in cases), rule
 
 
-def test_the_table_has_a_row_per_mode_and_compressor_and_a_column_per_precision() -> None:
-    header, _, *rows = table(MODES).splitlines()
-    assert header.count("|") == len(PRECISIONS) + 3
+@pytest.mark.parametrize("wrapper", WRAPPERS[1:])
+def test_wrappers_that_shard_or_reduce_themselves_are_refused(wrapper: str) -> None:
+    assert refusal("strict", "none", "mean", "32-true", wrapper) is not None
+
+
+def test_the_table_has_a_row_per_mode_and_compressor_and_a_column_per_precision_and_wrapper() -> None:
+    text = table(MODES)
+    header, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert header.count("|") == len(PRECISIONS) + len(WRAPPERS) - 1 + 3
     assert len(rows) == len(MODES) * len(list(compressors.registry))
     assert rows[0].startswith("| strict | none | yes |")
-    assert any("leave the compressor out" in row for row in rows)
+    for number in {n for row in rows for n in re.findall(r"no \((\d+)\)", row)}:
+        assert re.search(rf"^\({number}\) .{{20,}}", text, re.MULTILINE), f"reason {number} is given below the table"
