@@ -157,7 +157,18 @@ class Reducer:
         return merged
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Restore what `state_dict` returned, on the same rank of a run with the same ranks and compressors."""
+        """Restore what `state_dict` returned, on the same rank of a run with the same ranks and compressors.
+
+        Raises:
+            ValueError: for state of a parameter that this run does not reduce, or not with a compressor that keeps any.
+        """
+        known = {p.key for served in self._served for p in served.state.params}
+        foreign = sorted({name for tensors in state.values() for name in tensors} - known)
+        if foreign:
+            raise ValueError(
+                f"State holds {', '.join(map(repr, foreign))}, which this run does not reduce on this rank. Load it "
+                "into the same model with the same compressors, ranks and nodes, or start with fresh state."
+            )
         for served in self._served:
             mine = {p.key for p in served.state.params}
             parts = {kind: {n: t for n, t in tensors.items() if n in mine} for kind, tensors in state.items()}

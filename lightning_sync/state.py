@@ -113,6 +113,11 @@ class Arena:
         """The tensors that exist so far, by name."""
         return self._views.items()
 
+    def forget(self, name: str) -> None:
+        """Make a tensor not exist again; the others of its group keep their values."""
+        if self._views.pop(name, None) is not None:
+            self._bound = {k: v for k, v in self._bound.items() if name not in k}
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over values by name; names that are unknown or of another size are an error."""
         for name, value in tensors.items():
@@ -140,6 +145,10 @@ class State:
             `share` before anything else: contributions then *sum* to the mean, and what is left over is kept in
             units of the mean, so that it stays right when weights or the number of ranks change.
         combine: Turns N contributions to the same elements, `[N, n]`, into the result, `[n]`.
+        arenas: Named tensors by kind, such as ``"residual"``.
+        lazy: How `declare` makes the arenas whose sizes depend on `rank` and `world_size`, which are set after
+            `Compressor.init`.
+        cache: Whatever can be computed again: layouts, plans. Never saved.
     """
 
     params: tuple[ParamSpec, ...]
@@ -150,6 +159,7 @@ class State:
     share: float = 1.0
     combine: Callable[[Tensor], Tensor] = field(default=lambda rows: rows.sum(0), repr=False)
     arenas: dict[str, Arena] = field(default_factory=dict, repr=False)
+    lazy: dict[str, Callable[[State], Arena]] = field(default_factory=dict, repr=False)
     cache: dict[object, object] = field(default_factory=dict, repr=False)
 
     def spec(self, key: str) -> ParamSpec:
@@ -165,12 +175,19 @@ class State:
             self.arenas[kind] = Arena(sizes, dtype, device)
         return self.arenas[kind]
 
+    def declare(self) -> None:
+        """Make the `lazy` arenas, once `rank` and `world_size` are set. Their tensors come into being at `bind`."""
+        if self.params:
+            for kind in self.lazy.keys() - self.arenas.keys():
+                self.arenas[kind] = self.lazy[kind](self)
+
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Copies of every tensor, ``{kind: {parameter: tensor}}``: tensors and strings only."""
         return {kind: {n: t.detach().clone() for n, t in arena.items()} for kind, arena in self.arenas.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Restore what `state_dict` returned; unknown kinds, names or sizes are an error."""
+        self.declare()
         for kind, tensors in state.items():
             if kind not in self.arenas:
                 raise ValueError(f"State holds {kind!r}, which this compressor does not keep: {sorted(self.arenas)}.")
@@ -179,6 +196,7 @@ class State:
     @contextmanager
     def held(self, keys: Iterable[str]) -> Iterator[None]:
         """Whatever happens inside, the state of these parameters is afterwards, bit for bit, what it was before."""
+        self.declare()
         saved = [(a, k, a[k].clone() if k in a else None) for a in self.arenas.values() for k in keys if k in a.sizes]
         try:
             yield
@@ -186,5 +204,5 @@ class State:
             for arena, key, value in saved:
                 if value is not None:
                     arena[key].copy_(value)
-                elif key in arena:
-                    arena[key].zero_()
+                else:
+                    arena.forget(key)

@@ -41,12 +41,13 @@ class Shares:
         cuts: dict[str, tuple[ParamSpec | None, ...]] = {}
         load = [0] * size
         for compressor, params in assigned:
-            for index, param in enumerate(params):
-                if compressor.alignment is None:
+            if compressor.alignment is None:
+                for param in sorted(params, key=lambda p: -p.numel):  # largest first: even loads
                     place = load.index(min(load))
                     load[place] += param.numel
                     cuts[param.name] = tuple(param if p == place else None for p in range(size))
-                else:
+            else:
+                for index, param in enumerate(params):
                     cuts[param.name] = _cut(param, compressor.alignment, size, shift=index)
         return cls(intra.rank, size, tuple(tuple(m) for _, m in assigned), cuts)
 
@@ -114,7 +115,8 @@ class TwoLevelPlan:
         An all-to-all and a local sum in rank order: gloo's own reduce-scatter is an all-reduce underneath and sends
         twice as much.
         """
-        flat = torch.cat([tensors[i].reshape(-1)[start:stop] for i, start, stop in self.slices]).mul_(share)
+        parts = [tensors[i].reshape(-1)[start:stop] for i, start, stop in self.slices]
+        flat = torch.cat(parts or [tensors[0].new_empty(0)]).mul_(share)
         received = yield Payload("exchange", (flat,), self.splits)
         total = received.tensors[0].sum(0)
         return [part.view(p.shape) for part, p in zip(total.split([p.numel for p in self.own]), self.own, strict=True)]
@@ -128,7 +130,8 @@ class TwoLevelPlan:
             t if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors
         ]
         targets = [staged[i].view(-1)[start:stop] for i, start, stop in self.slices]
-        torch._foreach_copy_(targets, list(parts))
+        if targets:
+            torch._foreach_copy_(targets, list(parts))
         for tensor, copy in zip(tensors, staged, strict=True):
             if copy is not tensor:
                 tensor.copy_(copy)

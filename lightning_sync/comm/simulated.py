@@ -44,19 +44,23 @@ class SimulatedWorld:
         params: Their parameters.
         world_size: N.
         seed: Seed of the compressors' private generators.
+        record: Keep copies of everything that is sent, in `sent`.
 
     Attributes:
         states: One `State` per rank.
         payload_bytes: Bytes each rank handed over in the last `reduce`, by pattern.
+        sent: With `record`, the payloads of the last `reduce`: ``sent[round][rank]``.
     """
 
     compressor: Compressor
     params: Sequence[ParamSpec]
     world_size: int
     seed: int = 0
+    record: bool = False
 
     def __post_init__(self) -> None:
         self.states: list[State] = []
+        self.sent: list[list[Payload]] = []
         self.payload_bytes: dict[str, int] = {}
         for rank in range(self.world_size):
             state = self.compressor.init(self.params)
@@ -72,6 +76,7 @@ class SimulatedWorld:
             for mine, state in zip(tensors, self.states, strict=True)
         ]
         self.payload_bytes = {}
+        self.sent = []
         results: list[Sequence[Tensor]] = []
         answers: list[Payload | None] = [None] * self.world_size
         while not results:
@@ -82,6 +87,8 @@ class SimulatedWorld:
                 except StopIteration as stop:
                     results.append([t.clone() for t in stop.value])
             if sent:
+                if self.record:
+                    self.sent.append([replace(p, tensors=tuple(t.clone() for t in p.tensors)) for p in sent])
                 nbytes = sum(t.nbytes for t in sent[0].tensors)
                 self.payload_bytes[sent[0].pattern] = self.payload_bytes.get(sent[0].pattern, 0) + nbytes
                 answers = list(combine(sent))

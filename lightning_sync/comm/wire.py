@@ -180,6 +180,8 @@ class _Column:
         return self.bytes()[start : start + self.nbytes(rank)]
 
     def restore(self, raw: Tensor, *lead: int) -> Tensor:
+        if not raw.numel():  # a view of nothing still has to start at a multiple of the element size
+            return self.tensor.new_empty(*lead, *self.row_shape)
         return raw.contiguous().view(-1).view(self.tensor.dtype).view(*lead, *self.row_shape)
 
 

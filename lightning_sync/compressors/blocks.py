@@ -8,7 +8,7 @@ rank sends 2 (N-1)/N of the payload, whatever N is, as a ring all-reduce does.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -60,7 +60,7 @@ class BlockCodec(Compressor):
         for p in params:
             table[p.key] = first
             first += _rows(p.numel, self.block)
-        state.cache["first_block"] = table
+        state.cache["first_block"], state.cache["block"] = table, self.block
         return state
 
     @override
@@ -162,26 +162,39 @@ def _make_plan(block: int, keys: Sequence[str], state: State) -> BlockPlan:
     )
 
 
+def feedback_arenas(block: int) -> dict[str, Callable[[State], Arena]]:
+    """The residuals that error feedback keeps on both ends, for `State.lazy`."""
+
+    def worker(state: State) -> Arena:
+        return _arena(block, state, {p.key: _rows(p.numel, block) for p in state.params})
+
+    def owner(state: State) -> Arena:
+        first_block = cast("dict[str, int]", state.cache["first_block"])
+        rows = {}
+        for p in state.params:
+            first, n = first_block[p.key], _rows(p.numel, block)
+            rows[p.key] = len(range(first + (state.rank - first) % state.world_size, first + n, state.world_size))
+        return _arena(block, state, rows)
+
+    return {"residual": worker, "owner_residual": owner}
+
+
 def worker_residual(block: int, keys: Sequence[str], state: State) -> Tensor:
     """What this rank has not sent yet, ``[rows, block]`` in the order of `keys`."""
-    arena = _arena("residual", block, state, {p.key: _rows(p.numel, block) for p in state.params})
-    return arena.bind(keys).view(-1, block)
+    return _residual("residual", block, keys, state)
 
 
 def owner_residual(block: int, keys: Sequence[str], state: State) -> Tensor:
     """What this rank, as an owner, has not sent yet of the blocks it owns, ``[owned rows, block]``."""
-    first_block = cast("dict[str, int]", state.cache["first_block"])
-    sizes = {}
-    for p in state.params:
-        first, n = first_block[p.key], _rows(p.numel, block)
-        sizes[p.key] = len(
-            [1 for _ in range(first + (state.rank - first) % state.world_size, first + n, state.world_size)]
-        )
-    return _arena("owner_residual", block, state, sizes).bind(keys).view(-1, block)
+    return _residual("owner_residual", block, keys, state)
 
 
-def _arena(kind: str, block: int, state: State, rows: dict[str, int]) -> Arena:
+def _residual(kind: str, block: int, keys: Sequence[str], state: State) -> Tensor:
     if kind not in state.arenas:
-        spec = state.params[0]
-        state.arena(kind, {k: n * block for k, n in rows.items()}, spec.state_dtype, spec.device)
-    return state.arenas[kind]
+        state.declare()
+    return state.arenas[kind].bind(keys).view(-1, block)
+
+
+def _arena(block: int, state: State, rows: dict[str, int]) -> Arena:
+    spec = state.params[0]
+    return Arena({k: n * block for k, n in rows.items()}, spec.state_dtype, spec.device)

@@ -44,14 +44,14 @@ class _Cast(Compressor):
 
 @dataclass(frozen=True)
 class BF16(_Cast):
-    """bfloat16 on the wire: float32's range, 8 bits of precision (relative rounding error at most 2^-9)."""
+    """bfloat16 on the wire: float32's range, 8 bits of precision (relative rounding error at most 2^-8)."""
 
     dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class FP16(_Cast):
-    """float16 on the wire: 11 bits of precision (relative error at most 2^-12), between 6e-8 and 65504.
+    """float16 on the wire: 11 bits of precision (relative error at most 2^-11), between 6e-8 and 65504.
 
     Raises:
         OverflowError: (every rank, in the step) if a mean is above 65504 or not finite; the message names the

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.base import Compressor, Reduction
-from lightning_sync.compressors.blocks import BlockCodec, block_plan, owner_residual, worker_residual
+from lightning_sync.compressors.blocks import BlockCodec, block_plan, feedback_arenas, owner_residual, worker_residual
 from lightning_sync.state import ParamSpec, State
 
 
@@ -61,7 +61,9 @@ class ErrorFeedback(Compressor):
 
     @override
     def init(self, params: Sequence[ParamSpec]) -> State:
-        return self.inner.init(params)
+        state = self.inner.init(params)
+        state.lazy.update(feedback_arenas(self.inner.block))
+        return state
 
     @override
     def reduce(self, keys: Sequence[str], tensors: Sequence[Tensor], state: State) -> Reduction:

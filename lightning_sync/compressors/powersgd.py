@@ -33,7 +33,7 @@ class PowerSGD(Compressor):
 
     The residual takes off what *this rank* contributed, so residuals plus everything delivered equal the true sum, and
     it does not collect the difference between a rank's data and the others'. ``residual="aggregate"`` takes off the
-    mean of all instead, :math:`e_r \leftarrow M_r - w_r \hat G`, as the paper's reference code and torch's hook do.
+    mean of all instead, :math:`e_r \leftarrow M_r - \hat G / N`, as the paper's reference code and torch's hook do.
 
     Payload: ``4 * rank * (n + m)`` bytes per matrix in two dependent all-reduces, flat in the number of ranks. Memory:
     one float32 per element (residual) and ``rank * m`` (factor). Parameters with fewer than two axes, and matrices
@@ -116,7 +116,7 @@ class PowerSGD(Compressor):
         yield Payload("sum", (factor,))
         for matrix, right, out in zip(matrices, rights, lefts, strict=True):
             if self.residual == "aggregate":
-                matrix.baddbmm_(out, right.mT, alpha=-state.share)
+                matrix.baddbmm_(out, right.mT, alpha=-1 / state.world_size)
         for stack, right, out in zip(stacks, rights, lefts, strict=True):
             means = torch.bmm(out, right.mT).unbind(0)
             targets = [tensors[i] for i in stack.members]

@@ -35,12 +35,15 @@ class Route:
                 raise TypeError(f"Route: the compressor of rule {rule!r} is {compressor!r}, not a Compressor.")
 
     def assign(self, params: Sequence[ParamSpec]) -> list[tuple[Compressor, list[ParamSpec]]]:
-        """The compressors in use, each with its parameters in registration order."""
+        """The compressors in use, each with its parameters in registration order.
+
+        Parameters whose states have different dtypes or devices are served apart, by the same compressor.
+        """
         table: list[tuple[Compressor, list[ParamSpec]]] = []
         for param in params:
             chosen = self._choose(param)
             for compressor, members in table:
-                if compressor == chosen:
+                if compressor == chosen and _alike(members[0], param):
                     members.append(param)
                     break
             else:
@@ -53,6 +56,10 @@ class Route:
             if matches:
                 return compressor if compressor.accepts(param) else Exact()
         return Exact()
+
+
+def _alike(a: ParamSpec, b: ParamSpec) -> bool:
+    return a.state_dtype == b.state_dtype and a.device == b.device
 
 
 def as_route(compressor: Compressor | Route) -> Route:

@@ -1,0 +1,186 @@
+"""The communication thread: one order, the first error kept, and no wait that a failure cannot end."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_sync.comm.worker import Executor, ReductionAbortedError, ThreadExecutor, executor_for
+from tests.workers import run_ranks
+
+
+class FakeWork:
+    """A collective that is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.future: Any = torch.futures.Future()
+        self.error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.future.set_result(None)
+
+    def get_future(self) -> Any:
+        return self.future
+
+    def is_completed(self) -> bool:
+        return False  # as gloo's, for a moment after its future has completed
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def reports() -> list[tuple[BaseException, str]]:
+    return []
+
+
+@pytest.fixture
+def executor(reports: list[tuple[BaseException, str]]) -> Iterator[ThreadExecutor]:
+    made = ThreadExecutor(deadline=20, on_error=lambda error, where: reports.append((error, where)))
+    yield made
+    made.close()
+
+
+def submit(executor: Executor, job: Callable[[], None], where: str = "here") -> Any:
+    promise = executor.promise(torch.ones(1))
+    executor.submit(job, [promise], where)
+    return promise.future
+
+
+def fail() -> None:
+    raise ZeroDivisionError("boom")
+
+
+def test_jobs_run_one_after_the_other_in_order_of_submission(executor: ThreadExecutor) -> None:
+    seen: list[int] = []
+    threads: set[str] = set()
+
+    def job(number: int) -> None:
+        time.sleep(0.02 if number == 0 else 0)
+        seen.append(number)
+        threads.add(threading.current_thread().name)
+
+    futures = [submit(executor, lambda i=i: job(i)) for i in range(20)]
+    for future in futures:
+        assert torch.equal(future.wait(), torch.ones(1))
+    assert seen == list(range(20))
+    assert threads == {"lightning_sync-comm"}
+    executor.check()
+
+
+def test_the_first_error_is_kept_and_every_future_completes(executor: ThreadExecutor, reports: list[Any]) -> None:
+    ran: list[int] = []
+    futures = [
+        submit(executor, lambda: ran.append(0)),
+        submit(executor, fail, "bucket 1 at step 7"),
+        submit(executor, lambda: ran.append(2)),
+        submit(executor, lambda: (_ for _ in ()).throw(KeyError("later"))),
+    ]
+    for future in futures:
+        future.wait()
+    assert ran == [0], "after a failure nothing is reduced any more"
+    with pytest.raises(ZeroDivisionError, match="boom"):
+        executor.check()
+    assert [(type(e), where) for e, where in reports] == [(ZeroDivisionError, "bucket 1 at step 7")]
+    submit(executor, fail).wait()
+
+
+def test_abort_ends_a_blocked_wait_at_once(executor: ThreadExecutor, reports: list[Any]) -> None:
+    work, waiting = FakeWork(), threading.Event()
+
+    def job() -> None:
+        waiting.set()
+        executor.wait(work)  # type: ignore[arg-type]
+
+    future = submit(executor, job)
+    assert waiting.wait(5)
+    time.sleep(0.05)
+    start = time.monotonic()
+    executor.abort(ConnectionError("rank 2 is gone"))
+    future.wait()
+    assert time.monotonic() - start < 1
+    with pytest.raises(ConnectionError, match="rank 2 is gone"):
+        executor.check()
+    assert reports == [], "whoever aborts knows already"
+    with pytest.raises(ReductionAbortedError):
+        executor.wait(FakeWork())  # type: ignore[arg-type]
+
+
+def test_a_later_abort_does_not_replace_the_first_error(executor: ThreadExecutor) -> None:
+    submit(executor, fail).wait()
+    executor.abort(ConnectionError("consequence"))
+    with pytest.raises(ZeroDivisionError):
+        executor.check()
+
+
+def test_a_deadline_says_what_to_do(reports: list[Any]) -> None:
+    executor = ThreadExecutor(deadline=0.1, on_error=lambda error, where: reports.append((error, where)))
+    submit(executor, lambda: executor.wait(FakeWork())).wait()  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError, match=r"not done after 0\.1 s \(step_timeout\).*Raise step_timeout"):
+        executor.check()
+    assert len(reports) == 1
+    executor.close()
+
+
+def test_what_a_collective_raises_comes_out_of_the_wait(executor: ThreadExecutor) -> None:
+    work = FakeWork()
+    threading.Timer(0.05, work.finish, [RuntimeError("Connection closed by peer")]).start()
+    submit(executor, lambda: executor.wait(work)).wait()  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        executor.check()
+
+
+def test_a_finished_collective_does_not_block(executor: ThreadExecutor) -> None:
+    work = FakeWork()
+    work.finish()
+    submit(executor, lambda: executor.wait(work)).wait()  # type: ignore[arg-type]
+    executor.check()
+
+
+def test_close_ends_the_thread() -> None:
+    executor = executor_for(torch.device("cpu"), 1.0)
+    assert isinstance(executor, ThreadExecutor)
+    executor.close()
+    executor.close()
+    assert not executor._thread.is_alive()
+
+
+def over_gloo(rank: int, world_size: int) -> tuple[float, float]:
+    executor = ThreadExecutor(deadline=30)
+    total = torch.zeros(64)
+
+    def many() -> None:
+        for _ in range(1000):
+            ones = torch.ones(64)
+            executor.wait(dist.all_reduce(ones, async_op=True))
+            total.add_(ones)
+
+    submit(executor, many).wait()
+    executor.check()
+    if rank == 1:  # comes late, so that nothing is left over when the processes end
+        time.sleep(2)
+        dist.all_reduce(torch.ones(1))
+        return float(total.mean()), 0.0
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    future = submit(executor, lambda: executor.wait(work))
+    time.sleep(0.2)
+    start = time.monotonic()
+    executor.abort(ConnectionError("rank 1 is gone"))
+    future.wait()
+    seconds = time.monotonic() - start
+    work.wait()
+    return float(total.mean()), seconds
+
+
+@pytest.mark.dist
+def test_real_collectives_are_all_waited_for_and_a_blocked_one_can_be_left() -> None:
+    """A wait that ends early would skip the rest of a reduction without an error: replicas would drift apart."""
+    (total, seconds), (other_total, _) = run_ranks(over_gloo, 2, deadline=60)
+    assert total == other_total == 2000
+    assert seconds < 1

@@ -1,0 +1,128 @@
+"""Every private name of Lightning and torch that we touch still exists, and still means what we think.
+
+When a new release breaks one of these, mend `lightning_sync/_compat.py`, not the test.
+"""
+
+import ast
+import inspect
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_sync import _compat
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_default_store() -> None:
+    assert parameters(dist.distributed_c10d._get_default_store) == []
+    with pytest.raises(ValueError, match="not been initialized"):
+        _compat.default_store()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_requested_precision(precision: str) -> None:
+    trainer = Trainer(accelerator="cpu", devices=1, precision=precision, logger=False, enable_checkpointing=False)  # type: ignore[arg-type]
+    assert _compat.requested_precision(trainer) == precision
+
+
+def test_nothing_requested_reads_as_full_precision(trainer: Trainer) -> None:
+    assert _compat.requested_precision(trainer) == "32-true"
+
+
+def test_the_names_that_are_replaced_exist_and_are_used(trainer: Trainer) -> None:
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    assert parameters(connector._sigterm_notifier_fn) == ["signum", "_"]
+    assert connector.received_sigterm is False
+    assert parameters(loop._broadcast_sigterm_tensor) == []
+    assert "self._sigterm_notifier_fn" in inspect.getsource(type(connector).register_signal_handlers)
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(type(loop).advance)
+
+
+def test_sigterm_goes_to_the_agreement_and_no_collective_is_left(trainer: Trainer) -> None:
+    asked: list[str] = []
+    stop = [False]
+    _compat.replace_sigterm_broadcasts(trainer, asked.append, lambda: stop[0])
+    trainer._signal_connector._sigterm_notifier_fn(15, None)
+    assert asked == ["SIGTERM"]
+    assert trainer._signal_connector.received_sigterm is False, "only once all ranks have agreed"
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    stop[0] = True
+    with pytest.raises(SIGTERMException):
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    assert trainer._signal_connector.received_sigterm is True
+
+
+def test_the_launcher_and_its_observer() -> None:
+    assert parameters(_SubprocessScriptLauncher.__init__)[1:] == ["cluster_environment", "num_processes", "num_nodes"]
+    assert parameters(_SubprocessScriptLauncher.launch)[1:] == ["function", "args", "trainer", "kwargs"]
+    assert "procs" in inspect.getsource(_SubprocessScriptLauncher.__init__)
+    children: list[subprocess.Popen[bytes]] = []
+    observer = _ChildProcessObserver(main_pid=0, child_processes=children)  # type: ignore[arg-type]
+    assert observer._child_processes is children
+    assert isinstance(observer._sleep_period, int)
+    assert parameters(observer._terminate_all) == []
+    assert isinstance(observer, threading.Thread)
+    assert "self._terminate_all()" in inspect.getsource(_ChildProcessObserver._run)
+    assert "self._sleep_period" in inspect.getsource(_ChildProcessObserver.run)
+
+
+def test_what_the_strategies_override_or_read() -> None:
+    """Not in `_compat`, since they belong to classes that ours extend."""
+    for name in ("_configure_launcher", "_setup_model", "precision_plugin"):
+        assert hasattr(DDPStrategy, name), name
+    source = inspect.getsource(DDPStrategy)
+    for name in ("_start_method", "_launcher", "_ddp_comm_hook"):
+        assert name in source, name
+    assert hasattr(dist.ProcessGroup, "rank")
+    assert hasattr(torch, "_foreach_copy_")
+    assert hasattr(torch, "_foreach_add_")
+    assert hasattr(torch, "_foreach_mul_")
+
+
+TESTED = {
+    "_ChildProcessObserver",
+    "_SubprocessScriptLauncher",
+    "_accelerator_connector",
+    "_broadcast_sigterm_tensor",
+    "_child_processes",
+    "_get_default_store",
+    "_precision_flag",
+    "_signal_connector",
+    "_sigterm_notifier_fn",
+    "_sleep_period",
+    "_terminate_all",
+}
+
+
+def test_every_private_name_in_compat_is_tested_here() -> None:
+    tree = ast.parse(Path(_compat.__file__).read_text(encoding="utf-8"))
+    own = {n.name for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    used |= {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+    private = {n for n in used if n.startswith("_") and not n.startswith("__")} - own
+    assert private == TESTED
