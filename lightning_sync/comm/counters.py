@@ -35,6 +35,13 @@ class Counters:
     wait_seconds: float | None = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
+    def __getstate__(self) -> dict[str, object]:
+        # A strategy is pickled when Lightning spawns its ranks; a lock cannot be.
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
     def count(self, payload: int, sent: Bytes, messages: int = 0) -> None:
         """Add one collective (any thread)."""
         with self._lock:

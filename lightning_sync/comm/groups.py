@@ -61,7 +61,7 @@ def make_wires(
         topology: All ranks of the default group.
         counters: Where their bytes are counted.
         wait: See `GroupWire`.
-        timeout: Seconds after which a collective of these groups fails, and the groups with it; `None`: torch's default.
+        timeout: Seconds after which a collective of these groups fails, and they with it; `None`: torch's default.
         two_level: Reduce inside each node first, exactly, and between nodes only this node's share per rank. `None`:
             when there are several nodes with several ranks each.
 

@@ -126,6 +126,8 @@ class ThreadExecutor(Executor):
 
     @override
     def wait(self, work: dist.Work) -> None:
+        if self.error is not None:  # aborted between two rounds: the rest of this reduction has no partners
+            raise self.error
         # Not through `work.get_future().add_done_callback`: called while gloo completes the future, it dead-locks
         # now and then (torch 2.13, seen in 2 of 15 starts on a loaded machine).
         try:

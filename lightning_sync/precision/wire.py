@@ -122,9 +122,7 @@ class WirePrecision(Precision):
         device = next(model.parameters()).device
         executor = executor_for(device, self.step_timeout)
         node = _node_rank(model.module)
-        wires = make_wires(
-            discover_topology(node, device), self.counters, executor.wait, timeout=self.step_timeout
-        )
+        wires = make_wires(discover_topology(node, device), self.counters, executor.wait, timeout=self.step_timeout)
         reducer = Reducer([spec for spec, _ in param_specs(model.module)], to_route(self.compressor), wires)
         self.hook = CommHook(model, reducer, executor, self.counters, loss_scale_of(self))
 

@@ -3,34 +3,30 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_sync.comm.worker import Executor, ReductionAbortedError, ThreadExecutor, executor_for
+from lightning_sync.comm.worker import Executor, ThreadExecutor, executor_for
 from tests.workers import run_ranks
 
 
 class FakeWork:
-    """A collective that is done when the test says so."""
+    """A collective that ends when the test says so; like gloo's, it blocks and cannot be interrupted."""
 
     def __init__(self) -> None:
-        self.future: Any = torch.futures.Future()
+        self.ended = threading.Event()
         self.error: BaseException | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
         self.error = error
-        self.future.set_result(None)
-
-    def get_future(self) -> Any:
-        return self.future
-
-    def is_completed(self) -> bool:
-        return False  # as gloo's, for a moment after its future has completed
+        self.ended.set()
 
     def wait(self) -> None:
+        self.ended.wait()
         if self.error is not None:
             raise self.error
 
@@ -108,8 +104,26 @@ def test_abort_ends_a_blocked_wait_at_once(executor: ThreadExecutor, reports: li
     with pytest.raises(ConnectionError, match="rank 2 is gone"):
         executor.check()
     assert reports == [], "whoever aborts knows already"
-    with pytest.raises(ReductionAbortedError):
-        executor.wait(FakeWork())  # type: ignore[arg-type]
+    later = submit(executor, lambda: pytest.fail("nothing runs after an abort"))
+    assert later.done(), "and nobody waits for it"
+    work.finish()
+
+
+def test_the_rest_of_an_aborted_reduction_issues_nothing(executor: ThreadExecutor) -> None:
+    first, second = FakeWork(), FakeWork()
+    reached: list[str] = []
+
+    def two_rounds() -> None:
+        executor.wait(first)  # type: ignore[arg-type]
+        executor.wait(second)  # type: ignore[arg-type]
+        reached.append("the end")
+
+    future = submit(executor, two_rounds)
+    executor.abort(ConnectionError("rank 2 is gone"))
+    first.finish()
+    future.wait()
+    executor.close()
+    assert reached == []
 
 
 def test_a_later_abort_does_not_replace_the_first_error(executor: ThreadExecutor) -> None:
@@ -119,13 +133,26 @@ def test_a_later_abort_does_not_replace_the_first_error(executor: ThreadExecutor
         executor.check()
 
 
-def test_a_deadline_says_what_to_do(reports: list[Any]) -> None:
-    executor = ThreadExecutor(deadline=0.1, on_error=lambda error, where: reports.append((error, where)))
-    submit(executor, lambda: executor.wait(FakeWork())).wait()  # type: ignore[arg-type]
-    with pytest.raises(TimeoutError, match=r"not done after 0\.1 s \(step_timeout\).*Raise step_timeout"):
+def late_partner(rank: int, world_size: int) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    executor = ThreadExecutor(deadline=1)
+    if rank == 0:
+        job = lambda: executor.wait(dist.all_reduce(torch.ones(1), group=group, async_op=True))  # noqa: E731
+        submit(executor, job).wait()
+    dist.barrier()
+    try:
         executor.check()
-    assert len(reports) == 1
-    executor.close()
+    except TimeoutError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_the_deadline_of_the_group_says_what_to_do() -> None:
+    message, nothing = run_ranks(late_partner, 2, deadline=60)
+    assert "not done after 1 s (step_timeout)" in message
+    assert "Raise step_timeout" in message
+    assert nothing == ""
 
 
 def test_what_a_collective_raises_comes_out_of_the_wait(executor: ThreadExecutor) -> None:
