@@ -94,6 +94,9 @@ class ByteLM(LightningModule):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, _VALUES, bias=False)
         self.apply(_initialise)
+        for block in self.blocks:  # what is added to the residual stream 2 * depth times is scaled down (GPT-2)
+            for layer in (block.project, block.mlp[2]):
+                nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * depth))
         self.head.weight = self.token.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,7 +121,7 @@ class ByteLM(LightningModule):
         matrices = [p for p in self.parameters() if p.ndim >= 2]
         vectors = [p for p in self.parameters() if p.ndim < 2]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=self.lr, weight_decay=self.weight_decay)
+        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), weight_decay=self.weight_decay)
         total = self.trainer.estimated_stepping_batches
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._rate(step, total))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
