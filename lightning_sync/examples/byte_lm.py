@@ -94,9 +94,9 @@ class ByteLM(LightningModule):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, _VALUES, bias=False)
         self.apply(_initialise)
-        for block in self.blocks:  # what is added to the residual stream 2 * depth times is scaled down (GPT-2)
-            for layer in (block.project, block.mlp[2]):
-                nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * depth))
+        for name, parameter in self.blocks.named_parameters():  # what is added 2 * depth times is scaled down (GPT-2)
+            if name.endswith(("project.weight", "mlp.2.weight")):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth))
         self.head.weight = self.token.weight
 
     def forward(self, x: Tensor) -> Tensor:
