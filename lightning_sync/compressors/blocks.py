@@ -41,6 +41,12 @@ class BlockCodec(Compressor):
     def encode(self, blocks: Tensor) -> tuple[Tensor, ...]:
         """Encode `blocks`, ``[rows, block]`` in float32 or float64: tensors of `rows` rows, of any dtype."""
 
+    def encode_(self, blocks: Tensor) -> tuple[Tensor, ...]:
+        """Encode, and leave in `blocks` what the code misses: ``blocks - decode(encode(blocks))``, in place."""
+        code = self.encode(blocks)
+        blocks.sub_(self.decode(code, blocks.dtype))
+        return code
+
     @abstractmethod
     def decode(self, code: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Decode what `encode` returned, with any leading axes: ``[..., rows, block]``."""
@@ -86,6 +92,15 @@ def _rows(numel: int, block: int) -> int:
 
 def _owned(rows: int, rank: int, world_size: int) -> int:
     return len(range(rank, rows, world_size))
+
+
+def cache_rows(blocks: Tensor) -> int:
+    """Rows of `blocks` to work on at a time: half a MiB on the CPU, all of them elsewhere."""
+    return (
+        max(1, 2**19 // max(1, blocks.shape[1] * blocks.element_size()))
+        if blocks.device.type == "cpu"
+        else max(1, len(blocks))
+    )
 
 
 @dataclass

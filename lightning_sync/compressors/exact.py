@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.base import Compressor, Payload, Reduction
-from lightning_sync.compressors.flat import flatten, unflatten
+from lightning_sync.compressors.flat import as_flat, flatten, unflatten
 from lightning_sync.state import ParamSpec, State
 
 
@@ -27,9 +27,12 @@ class Exact(Compressor):
 
     @override
     def reduce(self, keys: Sequence[str], tensors: Sequence[Tensor], state: State) -> Reduction:
-        flat = flatten(tensors, state.share)
-        reduced = yield Payload("sum", (flat,))
-        return unflatten(reduced.tensors[0], tensors)
+        flat = as_flat(tensors)
+        if flat is None:
+            reduced = yield Payload("sum", (flatten(tensors, state.share),))
+            return unflatten(reduced.tensors[0], tensors)
+        yield Payload("sum", (flat.mul_(state.share),))  # a whole bucket: reduced where it lies
+        return tensors
 
     @override
     def wire_bytes(self, params: Sequence[ParamSpec], topology: Topology, step: int | None = None) -> Bytes:

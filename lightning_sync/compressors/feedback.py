@@ -74,16 +74,12 @@ class ErrorFeedback(Compressor):
         if self.decay != 1:
             residual.mul_(self.decay)
         torch._foreach_add_(plan.views(residual), list(tensors), alpha=state.share)
-        code = codec.encode(residual)
-        owned = yield plan.exchange(code)
-        residual.sub_(codec.decode(code, plan.dtype))
+        owned = yield plan.exchange(codec.encode_(residual))
         late = owner_residual(codec.block, keys, state)
         if self.decay != 1:
             late.mul_(self.decay)
         late.add_(state.combine(codec.decode(owned.tensors, plan.dtype).flatten(1)).view_as(late))
-        code = codec.encode(late)
-        everything = yield plan.gather(code)
-        late.sub_(codec.decode(code, plan.dtype))
+        everything = yield plan.gather(codec.encode_(late))
         return plan.write(codec.decode(plan.restore(everything.tensors), plan.dtype), tensors)
 
     @override

