@@ -29,6 +29,12 @@ class Wires:
     intra: GroupWire | None = None
     inter: GroupWire | None = None
 
+    def close(self) -> None:
+        """Give the groups' sockets and threads back (local: no rank waits for another)."""
+        for wire in (self.world, self.intra, self.inter):
+            if wire is not None and wire.group is not None:
+                dist.destroy_process_group(wire.group)
+
 
 def discover_topology(node: int, device: torch.device) -> Topology:
     """Ask every rank which node it is on (collective on the default group)."""

@@ -56,8 +56,9 @@ class FP16(_Cast):
     """float16 on the wire: 11 bits of precision (relative error at most 2^-11), between 6e-8 and 65504.
 
     Raises:
-        OverflowError: (every rank, in the step) if a mean is above 65504 or not finite; the message names the
-            parameter. On CUDA the check would stop the host in every bucket: there inf appears in the gradients.
+        OverflowError: (in the step, on the ranks that reduce the parameter, and through them everywhere) if a mean is
+            above 65504 or not finite; the message names the parameter. On CUDA the check would stop the host in every
+            bucket: there inf appears in the gradients.
     """
 
     dtype = torch.float16

@@ -102,6 +102,8 @@ class WirePrecision(Precision):
         """End the communication thread."""
         if self.hook is not None:
             self.hook.close()
+            if self.hook.executor.error is None and torch.distributed.is_initialized():
+                self.hook.reducer.wires.close()
             self.hook = None
         super().teardown()
 

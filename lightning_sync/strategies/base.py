@@ -48,7 +48,7 @@ class SyncStrategy(DDPStrategy):
             is when there are several nodes with several ranks each. Without a compressor only when asked for.
         seed: Seed of the compressors' private random numbers.
         setup_timeout: Seconds that ranks may take to find each other (30 minutes by default).
-        step_timeout: Seconds that one reduction may take before the run is ended.
+        step_timeout: Seconds that one collective of a reduction may wait for the slowest rank before the run is ended.
         **kwargs: Everything that `lightning.pytorch.strategies.DDPStrategy` accepts, and through it
             `torch.nn.parallel.DistributedDataParallel`: ``bucket_cap_mb``, ``find_unused_parameters``,
             ``static_graph``, ``gradient_as_bucket_view``, ``start_method``, ``process_group_backend`` and so on.
@@ -260,9 +260,7 @@ class SyncStrategy(DDPStrategy):
             return
         failure = self._watcher.explain(exception, "training")
         if failure.rank != self.global_rank and exception.__cause__ is None:
-            exception.__cause__ = (
-                failure  # Lightning raises `exception` again: its traceback then starts with the reason
-            )
+            exception.__cause__ = failure  # Lightning raises `exception` again; its traceback starts with the reason
 
     def teardown(self) -> None:
         """Stop the threads; no collective, since an exception may have led here."""
@@ -270,13 +268,19 @@ class SyncStrategy(DDPStrategy):
         super().teardown()
 
     def _close(self) -> None:
+        broken = self._executor is not None and self._executor.error is not None
         if self._executor is not None:
             self._executor.close()
             self._executor = None
         if self._watcher is not None:
+            broken = broken or self._watcher.failure is not None
             self._watcher.close()
             self._watcher = None
-        self._reducer = None
+        if self._reducer is not None:
+            # After a failure a thread may still sit in a collective of these groups; they end with the process.
+            if not broken and dist.is_initialized():
+                self._reducer.wires.close()
+            self._reducer = None
 
 
 def _is_collective_error(error: BaseException) -> bool:
