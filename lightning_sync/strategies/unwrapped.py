@@ -32,7 +32,7 @@ class UnwrappedStrategy(SyncStrategy):
         replica: ``"rank"``: every rank on its own. ``"node"``: the ranks of a node. A number: that many consecutive
             ranks. ``"auto"``: ``"node"`` when there are several nodes, else ``"rank"``.
         **kwargs: See `SyncStrategy`. Of DDP's options ``bucket_cap_mb`` (25 by default) and ``find_unused_parameters``
-            (False: every rank of a replica must produce the same gradients) keep their meaning; those which belong to
+            (False: on CUDA every rank of a replica must produce the same gradients) keep their meaning; those which belong to
             DDP's wrapper have none here and are refused.
     """
 
@@ -112,7 +112,9 @@ class UnwrappedStrategy(SyncStrategy):
         assert self._reducer is not None
         assert self._marks is not None
         names = [name for bucket in self._buckets for name, _ in bucket]
-        if self._ddp_kwargs.get("find_unused_parameters", False):
+        # Ranks that disagree about which gradients exist would add up different parameters. Asking costs a small
+        # all-reduce, on CUDA also a stop of the host, so there it is asked for.
+        if self._ddp_kwargs.get("find_unused_parameters", False) or self.root_device.type == "cpu":
             used = {n for n, yes in zip(names, self._marks.used_anywhere(names, self._reducer), strict=True) if yes}
         else:
             used = {name for name in names if name in self._marks}
