@@ -32,8 +32,8 @@ class UnwrappedStrategy(SyncStrategy):
         replica: ``"rank"``: every rank on its own. ``"node"``: the ranks of a node. A number: that many consecutive
             ranks. ``"auto"``: ``"node"`` when there are several nodes, else ``"rank"``.
         **kwargs: See `SyncStrategy`. Of DDP's options ``bucket_cap_mb`` (25 by default) and ``find_unused_parameters``
-            (False: on CUDA every rank of a replica must produce the same gradients) keep their meaning; those which belong to
-            DDP's wrapper have none here and are refused.
+            (False: on CUDA every rank of a replica must produce the same gradients) keep their meaning; those which
+            belong to DDP's wrapper have none here and are refused.
     """
 
     mode = "unwrapped"
