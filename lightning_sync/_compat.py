@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -15,10 +16,13 @@ import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.distributed_c10d import Store
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
 
 __all__ = ["PatientLauncher", "SIGTERMException", "default_store", "replace_sigterm_broadcasts", "requested_precision"]
 
@@ -53,12 +57,14 @@ def replace_sigterm_broadcasts(
 
     def on_sigterm(signum: int, frame: Any) -> None:
         launcher = trainer.strategy.launcher
+        log.info("rank %d received SIGTERM; all ranks will stop before the same batch.", trainer.global_rank)
         if launcher is not None:
             launcher.kill(signum)
         request_stop("SIGTERM")
 
     def before_batch() -> None:
         if begin_batch():
+            rank_zero_info(f"Stopped at step {trainer.global_step}, after SIGTERM, on all ranks alike.")
             connector.received_sigterm = True
             raise SIGTERMException
 

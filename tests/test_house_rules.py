@@ -18,6 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The core serves Fabric, a plain loop, or anything else: it imports torch, never Lightning or Hydra.
 CORE = (
     "aggregators",
+    "checks",
     "comm",
     "compressors",
     "contract",
@@ -36,7 +37,8 @@ OUTSIDE = ("lightning", "pytorch_lightning", "lightning_fabric", "hydra", "omega
 ONLY = {
     "aggregators": ("aggregators", "registry"),
     "comm": ("comm", "compressors.base", "state"),
-    "compressors": ("comm.topology", "compressors", "registry", "state"),
+    "compressors": ("checks", "comm.topology", "compressors", "registry", "state"),
+    "checks": (),
     "registry": (),
     "state": (),
     "two_level": ("comm.topology", "compressors.base", "state"),

@@ -147,6 +147,12 @@ class Watcher:
         courier.suspect_until = time.monotonic() + patience
         courier.wake()
         if not courier.failed.wait(patience):
+            gone = [r for r in range(self._world_size) if r != self._rank and courier.lives.finished(r)]
+            if gone:
+                error = RuntimeError(
+                    f"ranks {gone} have finished and left, while this one is at step {self.steps}: they had fewer "
+                    "batches. Give every rank the same number (Lightning's DistributedSampler does)."
+                )
             self.report_failure(error, where)
         failure = courier.failure
         record = (

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.base import Compressor, Reduction
 from lightning_sync.compressors.blocks import BlockCodec, block_plan, feedback_arenas, owner_residual, worker_residual
+from lightning_sync.compressors.finite import finite_rows, forget_
 from lightning_sync.state import ParamSpec, State
 
 
@@ -28,8 +29,9 @@ class ErrorFeedback(Compressor):
         y &= \beta f + \textstyle\sum_r c_r, \qquad m = C(y), \qquad f \leftarrow y - m
 
     m is what every rank gets. With decay 1 the sums telescope: over any number of steps, all that was delivered plus
-    what the residuals hold is the true sum of the means. (Seide et al. 2014; Karimireddy et al. 2019, algorithm 2;
-    both ends as in Tang et al. 2019, DoubleSqueeze.)
+    what the residuals hold is the true sum of the means. (Seide et al. 2014; Karimireddy et al. 2019, algorithm 2; both
+    ends as in Tang et al. 2019, DoubleSqueeze.) A block with inf or NaN makes this step's result non-finite, as it
+    would without compression, and its residual starts again from zero: later steps are sound.
 
     Args:
         inner: The codec.
@@ -74,13 +76,19 @@ class ErrorFeedback(Compressor):
         if self.decay != 1:
             residual.mul_(self.decay)
         torch._foreach_add_(plan.views(residual), list(tensors), alpha=state.share)
-        owned = yield plan.exchange(codec.encode_(residual))
+        owned = yield plan.exchange(self._encode_(residual))
         late = owner_residual(codec.block, keys, state)
         if self.decay != 1:
             late.mul_(self.decay)
         late.add_(state.combine(codec.decode(owned.tensors, plan.dtype).flatten(1)).view_as(late))
-        everything = yield plan.gather(codec.encode_(late))
+        everything = yield plan.gather(self._encode_(late))
         return plan.write(codec.decode(plan.restore(everything.tensors), plan.dtype), tensors)
+
+    def _encode_(self, blocks: Tensor) -> tuple[Tensor, ...]:
+        """Encode, leaving the residual; a block with inf or NaN shows in the result once, and starts afresh."""
+        code = self.inner.encode_(blocks)
+        forget_(blocks, finite_rows(blocks))
+        return code
 
     @override
     def wire_bytes(self, params: Sequence[ParamSpec], topology: Topology, step: int | None = None) -> Bytes:

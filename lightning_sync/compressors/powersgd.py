@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_sync.checks import check_integer, check_positive
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.base import Compressor, Payload, Reduction
 from lightning_sync.compressors.exact import Exact
+from lightning_sync.compressors.finite import finite_rows, forget_
 from lightning_sync.compressors.random import generator
 from lightning_sync.state import Arena, ParamSpec, State
 
@@ -38,7 +40,9 @@ class PowerSGD(Compressor):
     Payload: ``4 * rank * (n + m)`` bytes per matrix in two dependent all-reduces, flat in the number of ranks. Memory:
     one float32 per element (residual) and ``rank * m`` (factor). Parameters with fewer than two axes, and matrices
     for which the factors would not be at least `min_ratio` times smaller, travel exactly. Columns of P that vanish
-    are replaced by fixed directions, so zero gradients neither divide by zero nor kill a factor for good.
+    are replaced by fixed directions, so zero gradients neither divide by zero nor kill a factor for good. A matrix with
+    inf or NaN makes this step's result non-finite, as it would without compression, and starts afresh: later steps are
+    sound.
 
     Args:
         rank: Columns kept, r. Lower: fewer bytes and less work, more of the gradient late. 1 to 4 are usual.
@@ -52,7 +56,7 @@ class PowerSGD(Compressor):
     """
 
     rank: int = 4
-    warmup_steps: int = 100
+    warmup_steps: int = 300
     min_ratio: float = 2.0
     residual: Literal["local", "aggregate"] = "local"
     # Biased, but with a feedback of its own: the residual needs the reduced P, which no wrapper sees.
@@ -60,11 +64,10 @@ class PowerSGD(Compressor):
     alignment = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"PowerSGD(rank={self.rank!r}): rank must be an integer of at least 1.")
-        if isinstance(self.warmup_steps, bool) or not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
-            raise ValueError(f"PowerSGD(warmup_steps={self.warmup_steps!r}): must be an integer of at least 0.")
-        if not self.min_ratio >= 1:
+        check_integer("PowerSGD", 1, rank=self.rank)
+        check_integer("PowerSGD", 0, warmup_steps=self.warmup_steps)
+        check_positive("PowerSGD", min_ratio=self.min_ratio)
+        if self.min_ratio < 1:
             raise ValueError(f"PowerSGD(min_ratio={self.min_ratio!r}): must be at least 1.")
         if self.residual not in ("local", "aggregate"):
             raise ValueError(f"PowerSGD(residual={self.residual!r}): must be 'local' or 'aggregate'.")
@@ -121,6 +124,12 @@ class PowerSGD(Compressor):
             means = torch.bmm(out, right.mT).unbind(0)
             targets = [tensors[i] for i in stack.members]
             torch._foreach_copy_(targets, [v.view(t.shape) for v, t in zip(means, targets, strict=True)])
+        for matrix, right in zip(matrices, rights, strict=True):
+            # The reduced factor is the same on all ranks, so all forget the same matrices. From a zero factor the next
+            # step starts along the fallback directions.
+            sound = finite_rows(right)
+            forget_(matrix, sound)
+            forget_(right, sound)
         return tensors
 
     @override

@@ -18,9 +18,9 @@ class Route:
     """An ordered list of rules; the first that matches decides.
 
     Args:
-        rules: Pairs of a rule and a compressor. A rule is a pattern for the parameter's name, as a shell would match it
-            (``"*.weight"``), or a function of its `ParamSpec`. A parameter that no rule matches, or that its compressor
-            does not accept, travels exactly.
+        rules: Pairs of a rule and a compressor (or its name). A rule is a pattern for the parameter's name, as a shell
+            would match it (``"*.weight"``), or a function of its `ParamSpec`. A parameter that no rule matches, or that
+            its compressor does not accept, travels exactly.
 
     Example:
         >>> from lightning_sync.compressors import BF16, PowerSGD
@@ -30,9 +30,15 @@ class Route:
     rules: Sequence[tuple[Rule, Compressor]]
 
     def __post_init__(self) -> None:
-        for rule, compressor in self.rules:
+        from lightning_sync.compressors import registry  # here: the registry knows Route
+
+        if not all(isinstance(rule, (tuple, list)) and len(rule) == 2 for rule in self.rules):
+            raise ValueError(f"Route(rules={self.rules!r}): expected pairs of a rule and a compressor.")
+        pairs = [(rule, registry.build(compressor)) for rule, compressor in self.rules]
+        for rule, compressor in pairs:
             if not isinstance(compressor, Compressor):
                 raise TypeError(f"Route: the compressor of rule {rule!r} is {compressor!r}, not a Compressor.")
+        object.__setattr__(self, "rules", tuple(pairs))  # names become compressors
 
     def assign(self, params: Sequence[ParamSpec]) -> list[tuple[Compressor, list[ParamSpec]]]:
         """The compressors in use, each with its parameters in registration order.

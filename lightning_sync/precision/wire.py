@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sync.checks import check_seconds
 from lightning_sync.comm.counters import Counters
 from lightning_sync.comm.groups import discover_topology, make_wires
 from lightning_sync.comm.worker import executor_for
@@ -51,7 +52,16 @@ class WirePrecision(Precision):
         ValueError: for an unknown precision or compressor, or a scaler where none is used.
     """
 
-    def __new__(cls, precision: PrecisionName, *args: Any, **kwargs: Any) -> WirePrecision:  # noqa: D102
+    # The whole signature, though only `precision` is used: a command line reads the arguments from here.
+    def __new__(  # noqa: D102
+        cls,
+        precision: PrecisionName,
+        compressor: Compressor | Route | str | None = None,
+        *,
+        device: str | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        step_timeout: float = 120.0,
+    ) -> WirePrecision:
         if precision not in get_args(PrecisionName):
             raise ValueError(
                 f"WirePrecision(precision={precision!r}): expected one of {', '.join(get_args(PrecisionName))}."
@@ -68,7 +78,8 @@ class WirePrecision(Precision):
         step_timeout: float = 120.0,
     ) -> None:
         self.compressor = None if compressor is None else registry.build(compressor)
-        self.step_timeout = step_timeout
+        check_seconds("WirePrecision", step_timeout=step_timeout)
+        self.step_timeout = float(step_timeout)
         self.claimed = False
         self.hook: CommHook | None = None
         self.counters = Counters()
@@ -105,7 +116,11 @@ class WirePrecision(Precision):
             if self.hook.executor.error is None and torch.distributed.is_initialized():
                 self.hook.reducer.wires.close()
             self.hook = None
+        self.claimed = False
         super().teardown()
+
+    def __repr__(self) -> str:
+        return f"WirePrecision({self.precision!r}, compressor={self.compressor!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Subclasses carry the stock plugins' names (see below), under which pickle would find the stock plugins.

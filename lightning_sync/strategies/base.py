@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_sync import _compat, aggregators, compressors
 from lightning_sync.aggregators import Aggregator
+from lightning_sync.checks import check_flags, check_integer, check_positive, check_seconds
 from lightning_sync.comm.counters import Counters
 from lightning_sync.comm.failure import RemoteFailure
 from lightning_sync.comm.groups import Wires, agree_on_run_id, discover_topology, make_wires
@@ -32,6 +33,8 @@ from lightning_sync.reducer import Reducer
 from lightning_sync.validity import check_combination
 
 log = logging.getLogger(__name__)
+
+_FLAGS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
 
 
 class SyncStrategy(DDPStrategy):
@@ -74,8 +77,14 @@ class SyncStrategy(DDPStrategy):
         step_timeout: float = 120.0,
         **kwargs: Any,
     ) -> None:
-        kwargs = _meant_keywords(type(self).__name__, kwargs)
-        _check_seconds(type(self).__name__, setup_timeout=setup_timeout, step_timeout=step_timeout)
+        owner = type(self).__name__
+        kwargs = _meant_keywords(owner, kwargs)
+        check_flags(owner, error_feedback=error_feedback, **{n: kwargs[n] for n in _FLAGS if n in kwargs})
+        if two_level is not None:
+            check_flags(owner, two_level=two_level)
+        check_integer(owner, 0, seed=seed)
+        check_positive(owner, bucket_cap_mb=kwargs.get("bucket_cap_mb"))
+        check_seconds(owner, setup_timeout=setup_timeout, step_timeout=step_timeout)
         if setup_timeout is not None:
             if kwargs.get("timeout", default_pg_timeout) != default_pg_timeout:
                 raise ValueError(f"{type(self).__name__}: setup_timeout and timeout are the same option; pass one.")
@@ -305,9 +314,3 @@ def _meant_keywords(owner: str, kwargs: dict[str, Any]) -> dict[str, Any]:
         accepted = ", ".join(sorted((lightnings.keys() | torchs.keys()) - own))
         raise TypeError(f"{owner}: unknown argument {', '.join(unknown)}. Accepted, beside its own: {accepted}.")
     return {n: v for n, v in kwargs.items() if n in lightnings or v != torchs[n]}
-
-
-def _check_seconds(owner: str, **values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
-            raise ValueError(f"{owner}({name}={value!r}): expected a number of seconds above 0.")

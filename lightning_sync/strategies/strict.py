@@ -31,6 +31,7 @@ class StrictStrategy(SyncStrategy):
         self._hook: CommHook | None = None
         self._topology: Topology | None = None
         self._gradient_bytes = 0
+        self._stepped = False
         if self._ddp_comm_hook is not None and not is_exact(self.compressor):
             raise ValueError(
                 f"StrictStrategy: ddp_comm_hook and compressor={self.compressor!r} both decide what is sent; pass one."
@@ -63,6 +64,7 @@ class StrictStrategy(SyncStrategy):
 
     def begin_batch(self) -> None:
         """Several backwards of one batch (manual optimisation) are one step."""
+        self._stepped = False
         if self._hook is not None:
             self._hook.begin_batch()
 
@@ -72,7 +74,8 @@ class StrictStrategy(SyncStrategy):
             self._hook.check()
         elif self._topology is not None and getattr(self.model, "require_backward_grad_sync", False):
             sent = self._topology.all_reduce(self._gradient_bytes)
-            self.counters.steps += 1
+            self.counters.steps += not self._stepped
+            self._stepped = True
             self.counters.count(self._gradient_bytes, sent, self._topology.ring_messages)
             self.counters.count_dense(sent)
 

@@ -101,6 +101,20 @@ def test_the_plugin_works_under_lightnings_own_ddp_strategy() -> None:
         assert torch.equal(value, strict[0][key]), key
 
 
+def reused(rank: int, world_size: int) -> list[int]:
+    plugin = ls.WirePrecision("32-true", compressor="bf16")
+    fit(Toy(), ls.StrictStrategy(), world_size, max_steps=2, plugins=[plugin])
+    fit(Toy(), "ddp", world_size, max_steps=3, plugins=[plugin])
+    return [plugin.counters.steps, plugin.counters.wire_bytes]
+
+
+@pytest.mark.dist
+def test_a_plugin_that_served_a_strategy_can_serve_ddp_afterwards() -> None:
+    for steps, sent in run_ranks(reused, 2, init="env", deadline=90):
+        assert steps == 3
+        assert sent > 0
+
+
 def test_on_one_device_it_is_bypassed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="lightning_sync"):
         fit(Toy(), "auto", 1, max_steps=2, plugins=[ls.WirePrecision("32-true", compressor="int8")])

@@ -101,3 +101,19 @@ def test_gradients_stay_inside_a_replica() -> None:
     assert all(torch.equal(weight["4"][0], w) for w in weight["4"][1:])
     assert all(torch.equal(weight["two optimisers"][0], w) for w in weight["two optimisers"][1:])
     assert ranks[0]["two optimisers"][2] == 4, "two backwards of one batch are one step"
+
+
+def steps_of_two_optimisers(rank: int, world_size: int) -> list[tuple[int, int]]:
+    found = []
+    for compressor in (None, "bf16"):
+        strategy = ls.StrictStrategy(compressor=compressor, find_unused_parameters=True)
+        fit(TwoOptimisers(), strategy, world_size, max_steps=8)
+        found.append((strategy.counters.steps, strategy.counters.wire_bytes))
+    return found
+
+
+@pytest.mark.dist
+def test_strict_counts_a_batch_with_two_backwards_as_one_step_with_and_without_a_compressor() -> None:
+    (stock, sent), (compressed, halved) = run_ranks(steps_of_two_optimisers, 2, init="env")[0]
+    assert stock == compressed == 4
+    assert halved < 0.6 * sent

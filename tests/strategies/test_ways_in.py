@@ -91,6 +91,24 @@ def test_lightning_cli_by_class_path() -> None:
     assert (described["compressor"], described["buckets"]) == ("powersgd", 5)
 
 
+def cli_plugin(rank: int, world_size: int) -> str:
+    sys.argv = ["train.py"]
+    plugin = [
+        "--trainer.plugins=lightning_sync.WirePrecision",
+        "--trainer.plugins.precision=bf16-mixed",
+        "--trainer.plugins.compressor=int8",
+    ]
+    run = LightningCLI(Toy, args=["fit", *TRAINER, "--trainer.strategy=strict", *plugin], save_config_callback=None)
+    return str(run.trainer.strategy.describe())
+
+
+@pytest.mark.dist
+def test_lightning_cli_with_wire_precision() -> None:
+    (described,) = run_ranks(cli_plugin, 1, init="env")
+    assert "int8" in described
+    assert "bf16-mixed" in described
+
+
 def test_names_are_registered_and_never_replace_somebody_elses() -> None:
     assert "strict" in StrategyRegistry
     assert StrategyRegistry.get("ddp").__class__ is DDPStrategy
@@ -111,12 +129,24 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         ({"step_timeout": 0}, ValueError, r"step_timeout=0\): expected a number of seconds above 0"),
         ({"step_timeout": "2 min"}, ValueError, r"step_timeout='2 min'\): expected a number of seconds"),
         ({"setup_timeout": True}, ValueError, r"setup_timeout=True"),
+        ({"two_level": 7}, ValueError, r"two_level=7\): expected True or False"),
+        ({"error_feedback": "maybe"}, ValueError, r"error_feedback='maybe'\): expected True or False"),
+        ({"find_unused_parameters": "yes"}, ValueError, r"find_unused_parameters='yes'\): expected True or False"),
+        ({"seed": "x"}, ValueError, r"seed='x'\): expected an integer of at least 0"),
+        ({"bucket_cap_mb": "abc"}, ValueError, r"bucket_cap_mb='abc'\): expected a number above 0"),
+        ({"bucket_cap_mb": -1}, ValueError, r"bucket_cap_mb=-1\): expected a number above 0"),
         ({"compressor": "int8", "ddp_comm_hook": print}, ValueError, r"both decide what is sent"),
     ],
 )
 def test_bad_arguments_are_refused_at_construction(options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         ls.StrictStrategy(**options)
+
+
+def test_a_route_takes_names_and_refuses_anything_but_pairs() -> None:
+    assert ls.Route([("a*", "int8")]).rules == (("a*", ls.BlockInt8()),)
+    with pytest.raises(ValueError, match=r"Route\(rules='int8'\): expected pairs"):
+        ls.Route("int8")  # type: ignore[arg-type]
 
 
 def test_fsdp_takes_no_wire_precision(tmp_path: Path) -> None:
