@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,23 +25,26 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from hydra.utils import get_original_cwd, instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_sync.entry.callbacks import KeepRunDir, ValidateAtEnd
 from lightning_sync.entry.config import check_arguments, settle
-from lightning_sync.entry.errors import UsageError, missing_package, sentence
+from lightning_sync.entry.errors import UsageError, concerns_all, missing_package, sentence
 from lightning_sync.entry.ranks import Ranks, find_ranks, limit_threads
 from lightning_sync.entry.run_dir import agree_on_run_dir
 from lightning_sync.monitor.summary import RunSummary, print_summary
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
+_STOPPED = 128 + signal.SIGTERM
 
 
 def main() -> None:
     """Compose the configuration from the command line and run it.
 
-    Errors in the arguments end with exit code 1 and one sentence; HYDRA_FULL_ERROR=1 shows their traceback.
+    Errors in the arguments end with exit code 1 and one sentence; HYDRA_FULL_ERROR=1 shows their traceback. A run that
+    SIGTERM stopped ends with exit code 143, without a summary.
     """
     wanted = os.environ.get(_FULL_ERROR)
 
@@ -74,6 +78,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     Raises:
         UsageError: If the configuration cannot be run here; before any process group exists, except for what only a
             strategy's ``setup`` can know.
+        SystemExit: With code 143 if SIGTERM stopped the run.
     """
     check_arguments(cfg)
     ranks = find_ranks(cfg.trainer.accelerator, _plain(cfg.trainer.devices), cfg.trainer.num_nodes)
@@ -83,23 +88,40 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     if cfg.seed is not None:
         pl.seed_everything(cfg.seed, workers=True, verbose=False)
     summary = RunSummary(run_dir)
-    trainer = _build_trainer(cfg, [summary, KeepRunDir(run_dir, OmegaConf.to_yaml(cfg, resolve=True)), ValidateAtEnd()])
+    keep = KeepRunDir(run_dir, OmegaConf.to_yaml(cfg, resolve=True))
+    trainer = _build_trainer(cfg, [summary, keep, ValidateAtEnd()])
     data = instantiate(cfg.data)
     model = instantiate(cfg.model)
     try:
         trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path, weights_only=True)
+    except SIGTERMException as error:
+        if trainer.is_global_zero:
+            print(f"stopped by SIGTERM at step {trainer.global_step}; {run_dir} has no summary", file=sys.stderr)
+        raise SystemExit(_STOPPED) from error
     except (MisconfigurationException, ValueError, TypeError) as error:
         if summary.started:
             raise
-        raise UsageError(str(error)) from error
+        # Lightning compares options with each other, which comes out the same everywhere; data need not.
+        raise UsageError(str(error), on_all=isinstance(error, MisconfigurationException)) from error
+    finally:
+        keep.discard_unstarted(trainer)
     if summary.result is None:
-        raise UsageError(
-            f"ckpt_path={cfg.ckpt_path} is at step {trainer.global_step} already, so that nothing was trained; "
-            f"raise trainer.max_steps={trainer.max_steps} or trainer.max_epochs={trainer.max_epochs}."
-        )
+        raise UsageError(_why_nothing_was_trained(cfg, trainer))
     if trainer.is_global_zero:
         print_summary(summary.result)
     return summary.result
+
+
+def _why_nothing_was_trained(cfg: DictConfig, trainer: pl.Trainer) -> str:
+    if cfg.ckpt_path is None:
+        return (
+            f"nothing was trained: there are no training batches with trainer.limit_train_batches="
+            f"{cfg.trainer.get('limit_train_batches')} and this data; raise it, or give more data or smaller batches."
+        )
+    return (
+        f"ckpt_path={cfg.ckpt_path} is at step {trainer.global_step} already, so that nothing was trained; "
+        f"raise trainer.max_steps={trainer.max_steps} or trainer.max_epochs={trainer.max_epochs}."
+    )
 
 
 def _own_run_dir(cfg: DictConfig, ranks: Ranks) -> str | None:
@@ -127,9 +149,9 @@ def _build_trainer(cfg: DictConfig, ours: list[pl.Callback]) -> pl.Trainer:
     try:
         trainer: pl.Trainer = make(callbacks=[*callbacks, *ours], logger=loggers)
     except ModuleNotFoundError as error:
-        raise UsageError(missing_package("trainer", error)) from error
+        raise UsageError(missing_package("trainer", error), on_all=False) from error
     except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
-        raise UsageError(f"trainer: {error}") from error
+        raise UsageError(f"trainer: {error}", on_all=False) from error
     return trainer
 
 
@@ -139,7 +161,10 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def _one_sentence(*also: type[Exception], traceback: bool) -> Iterator[None]:
-    """Leave the process with one line on stderr and exit code 1 when the arguments are to blame."""
+    """Leave the process with one line on stderr and exit code 1 when the arguments are to blame.
+
+    What all ranks find is said by rank 0 only.
+    """
     blamed: tuple[type[Exception], ...] = (UsageError, HydraException, OmegaConfBaseException, *also)
     try:
         yield
@@ -147,6 +172,8 @@ def _one_sentence(*also: type[Exception], traceback: bool) -> Iterator[None]:
         if traceback:
             raise
         rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+        if rank != "0" and concerns_all(error):
+            sys.exit(1)
         sys.exit(("" if rank == "0" else f"rank {rank}: ") + f"error: {sentence(error)}")
 
 

@@ -1,7 +1,9 @@
 """The examples are ordinary Lightning code: real data without a download, models that learn in a few steps."""
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -44,12 +46,13 @@ def source() -> PythonSource:
     return data
 
 
-def test_examples_know_nothing_of_this_package() -> None:
+def test_examples_know_nothing_of_the_rest_of_this_package() -> None:
     for path in Path(next(iter(lightning_sync.examples.__path__))).glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or "", "lightning_sync" * node.level] if isinstance(node, ast.ImportFrom) else []
-            assert not [name for name in names if name.startswith("lightning_sync")], path
+            ours = [name for name in names if name.startswith("lightning_sync")]
+            assert all(name.startswith("lightning_sync.examples.") for name in ours), path
 
 
 def test_python_source_is_the_same_on_every_rank(source: PythonSource) -> None:
@@ -110,6 +113,28 @@ def test_byte_lm_names_a_wrong_argument(wrong: dict[str, float]) -> None:
     name, value = next(iter(wrong.items()))
     with pytest.raises(ValueError, match=f"{name}={value}"):
         ByteLM(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["width", "depth", "context", "dropout", "lr", "weight_decay", "warmup", "final_lr"])
+@pytest.mark.parametrize("value", ["abc", -1, float("nan"), True, None])
+def test_byte_lm_names_what_is_no_number(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name}={value} must be "):
+        ByteLM(**{name: value})
+
+
+@pytest.mark.parametrize("wrong", [{"lr": "abc"}, {"lr": 0}, {"lr": float("inf")}, {"width": 0}, {"width": 1.5}])
+def test_digits_cnn_names_a_wrong_argument(wrong: dict[str, Any]) -> None:
+    name, value = next(iter(wrong.items()))
+    with pytest.raises(ValueError, match=f"^{name}={value} must be "):
+        DigitsCNN(**wrong)
+
+
+@pytest.mark.parametrize("make", [Digits, PythonSource])
+@pytest.mark.parametrize("wrong", [{"batch_size": "abc"}, {"batch_size": 0}, {"seed": -1}, {"num_workers": 0.5}])
+def test_data_name_a_wrong_argument(make: Callable[..., object], wrong: dict[str, Any]) -> None:
+    name, value = next(iter(wrong.items()))
+    with pytest.raises(ValueError, match=f"^{name}={value} must be "):
+        make(**wrong)
 
 
 def test_byte_lm_learns(source: PythonSource, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The Hydra entry: what a run leaves behind, who starts its ranks, and how it says no."""
 
 import json
+import os
 import re
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,10 +75,13 @@ def test_resume_goes_on_where_the_checkpoint_is(train: Command, tmp_path: Path) 
     done = train(*again, "trainer.max_steps=4")
     assert done.returncode != 0
     assert "is at step 4 already" in done.stderr
-    assert not (tmp_path / "run" / "summary.json").exists()
+    assert done.stderr.count("is at step 4 already") == 1
+    assert summary_in(tmp_path / "run")["steps"] == 4
+    assert not (tmp_path / "run" / MARK).exists()
     done = train(*again, "trainer.max_steps=9")
     assert done.returncode == 0, done.stderr
     assert summary_in(tmp_path / "run")["steps"] == 9
+    assert json.loads((tmp_path / "run" / "summary.previous.json").read_text())["steps"] == 4
     assert not (tmp_path / "run" / MARK).exists()
 
 
@@ -101,6 +106,7 @@ def test_a_failed_run_cannot_be_taken_for_a_finished_one(train: Command, tmp_pat
 def test_a_run_that_never_began_leaves_no_folder(train: Command, tmp_path: Path) -> None:
     done = train("strategy=ddp", "run_dir=run", "trainer.val_check_interval=5000", "trainer.max_steps=9")
     assert done.returncode != 0
+    assert done.stderr.count("error:") == 1
     assert "val_check_interval" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
@@ -132,9 +138,15 @@ def test_the_console_command_starts_its_ranks_too(command: Command, tmp_path: Pa
     [
         (["compressor=zip"], "compressor=zip is unknown; accepted: bf16, fp16, int8, none, powersgd."),
         (["compressor=null"], "must be a string"),
-        (["nosuch=1"], "'nosuch'"),
-        (["trainer.max_stepz=1"], "'trainer.max_stepz'"),
-        (["trainer.max_steps=ten"], "trainer.max_steps=ten: accepted: a whole number from -1, or null."),
+        (["nosuch=1"], "nosuch=1 is unknown; accepted: strategy, compressor,"),
+        (["trainer.max_stepz=1"], "trainer.max_stepz=1 is unknown; accepted in trainer: "),
+        (["compressor=int8", "compressor.blok=3"], "compressor.blok=3 is unknown; accepted in compressor: block "),
+        (["trainer.max_steps=ten"], "trainer.max_steps=ten: accepted: a whole number from 1, -1"),
+        (["trainer.max_steps=0"], "trainer.max_steps=0: accepted: a whole number from 1, -1 for no limit, or null."),
+        (["trainer.max_epochs=0"], "trainer.max_epochs=0: accepted: a whole number from 1"),
+        (["model.lr=abc"], "model: lr=abc must be a finite number above 0."),
+        (["experiment=digits", "model.lr=abc"], "model: lr=abc must be a finite number above 0."),
+        (["data.batch_size=abc"], "data: batch_size=abc must be a whole number of at least 1."),
         (["seed=-1"], "seed=-1: accepted: a whole number from 0, or null."),
         (["run_dir=7"], "run_dir=7: accepted: a path or null."),
         (["ckpt_path=missing.ckpt"], "ckpt_path=missing.ckpt: there is no such file"),
@@ -171,6 +183,66 @@ def test_wrong_arguments_end_with_one_sentence(
     assert "\n" not in message
     assert not list(tmp_path.rglob("summary.json"))
     assert not [path for path in tmp_path.rglob("*") if path.name != "multirun.yaml" and path != tmp_path / "runs"]
+
+
+def in_one_process(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
+    """Run the entry on the digits in this process, in `folder`."""
+    common = ("experiment=digits", "trainer.devices=1", "strategy=ddp", "trainer.enable_progress_bar=false")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["train.py", *common, "trainer.max_steps=2", *overrides])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    entry.main()
+
+
+def test_a_failed_start_leaves_a_finished_run_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clean_env: None
+) -> None:
+    folder = tmp_path / "run"
+    write_summary(folder, {"steps": 1})
+    (folder / "config.yaml").write_text("seed: 7\n")
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="val_check_interval"):
+            in_one_process(tmp_path, monkeypatch, "run_dir=run", "trainer.val_check_interval=5000")
+    assert summary_in(folder) == {"steps": 1}
+    assert (folder / "config.yaml").read_text() == "seed: 7\n"
+    assert not (folder / MARK).exists()
+    assert not list(folder.glob("summary.previous*"))
+
+
+def test_a_run_without_batches_says_so_and_leaves_no_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clean_env: None
+) -> None:
+    with pytest.raises(SystemExit, match=r"no training batches with trainer\.limit_train_batches=0 "):
+        in_one_process(tmp_path, monkeypatch, "run_dir=run", "trainer.limit_train_batches=0")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_stopped_by_sigterm_ends_with_143_and_stays_unfinished(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clean_env: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("lightning_sync.entry.callbacks.ValidateAtEnd.on_train_batch_end", stop)
+    with pytest.raises(SystemExit) as exit_:
+        in_one_process(tmp_path, monkeypatch, "run_dir=run")
+    assert exit_.value.code == 143
+    assert capsys.readouterr().err.count("stopped by SIGTERM at step 1;") == 1
+    assert (tmp_path / "run" / MARK).exists()
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"), [("trainer.max_steps=0", 1), ("ckpt_path=missing", "rank 1: error: ckpt_path=missing: ")]
+)
+def test_what_all_ranks_find_is_said_by_rank_0_only(
+    argument: str, expected: int | str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clean_env: None
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit) as exit_:
+        in_one_process(tmp_path, monkeypatch, argument)
+    code = exit_.value.code
+    assert code == expected if isinstance(expected, int) else str(code).startswith(expected)
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cuda"])
@@ -229,6 +301,10 @@ def test_an_earlier_summary_is_kept_aside(tmp_path: Path) -> None:
     assert not (tmp_path / "summary.json").exists()
     assert json.loads((tmp_path / "summary.previous.json").read_text()) == {"steps": 1}
     assert (tmp_path / MARK).exists()
+    write_summary(tmp_path, {"steps": 2})
+    open_run_dir(tmp_path, "seed: 0\n")
+    assert json.loads((tmp_path / "summary.previous.json").read_text()) == {"steps": 1}
+    assert json.loads((tmp_path / "summary.previous-2.json").read_text()) == {"steps": 2}
 
 
 def test_a_summary_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from lightning_sync.monitor.summary import FILE_NAME
 
 
 class KeepRunDir(pl.Callback):
-    """Makes the run directory on rank 0, and keeps it marked as unfinished until ``fit`` has ended well.
+    """Makes the run directory on rank 0 when training starts, and marks it as unfinished until ``fit`` has ended well.
 
-    Must stand after `RunSummary`, so that the mark goes when the summary is there.
+    Until then the directory of an earlier run stays as it is. Must stand after `RunSummary`, so that the mark goes when
+    the summary is there.
 
     Args:
         path: The run directory.
@@ -26,25 +27,27 @@ class KeepRunDir(pl.Callback):
         self.path = path
         self.config = config
         # Looked at now, since loggers make it before the first hook.
-        self._disposable = not path.exists()
+        self._new = not path.exists()
+        self._started = False
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make and mark it."""
+        self._started = True
         if trainer.is_global_zero:
             open_run_dir(self.path, self.config)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """From now on it may hold something of worth."""
-        self._disposable = False
-
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the mark off, if anything was trained."""
-        if trainer.is_global_zero and (self.path / FILE_NAME).exists():
+        if trainer.is_global_zero and self._started and (self.path / FILE_NAME).exists():
             close_run_dir(self.path)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Remove what this run made before it failed at its setup; later failures leave it marked."""
-        if trainer.is_global_zero and self._disposable and self.path.exists():
+    def discard_unstarted(self, trainer: pl.Trainer) -> None:
+        """Remove a directory that loggers made for a run whose training never started.
+
+        Args:
+            trainer: The trainer, after its ``fit`` has ended in whatever way.
+        """
+        if trainer.is_global_zero and self._new and not self._started and self.path.exists():
             shutil.rmtree(self.path)
 
 

@@ -24,13 +24,17 @@ def check_arguments(cfg: DictConfig) -> None:
         UsageError: If one has the wrong type or range, or ``ckpt_path`` does not exist.
     """
     _check_integer("seed", cfg.seed, low=0)
-    for key, low in (("max_steps", -1), ("max_epochs", -1), ("accumulate_grad_batches", 1), ("log_every_n_steps", 0)):
+    for key in ("max_steps", "max_epochs"):
+        _check_limit(f"trainer.{key}", cfg.trainer.get(key))
+    for key, low in (("accumulate_grad_batches", 1), ("log_every_n_steps", 0)):
         _check_integer(f"trainer.{key}", cfg.trainer.get(key), low)
     for name in ("run_dir", "ckpt_path"):
         if cfg[name] is not None and not isinstance(cfg[name], str):
             raise UsageError(f"{name}={cfg[name]}: accepted: a path or null.")
     if cfg.ckpt_path not in (None, "last") and not Path(cfg.ckpt_path).exists():
-        raise UsageError(f"ckpt_path={cfg.ckpt_path}: there is no such file; accepted: a checkpoint, last, or null.")
+        raise UsageError(
+            f"ckpt_path={cfg.ckpt_path}: there is no such file; accepted: a checkpoint, last, or null.", on_all=False
+        )
 
 
 def settle(cfg: DictConfig, ranks: Ranks, run_dir: Path, choices: Mapping[str, str]) -> None:
@@ -78,6 +82,11 @@ def _hand_over(cfg: DictConfig, group: str, neutral: str, choices: Mapping[str, 
                 f"{group}={choice} is given beside {place}.{group}={holder[group]}; give only one of them."
             )
         holder[group] = cfg[group]
+
+
+def _check_limit(key: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < -1 or value == 0):
+        raise UsageError(f"{key}={value}: accepted: a whole number from 1, -1 for no limit, or null.")
 
 
 def _check_integer(key: str, value: Any, low: int) -> None:

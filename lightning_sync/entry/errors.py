@@ -4,12 +4,37 @@ from __future__ import annotations
 
 import re
 
-from hydra.errors import InstantiationException, MissingConfigException
+from hydra.errors import ConfigCompositionException, InstantiationException, MissingConfigException
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 
 class UsageError(Exception):
-    """An argument of the run is wrong; the message names it, its value, what is accepted and what to do."""
+    """An argument of the run is wrong; the message names it, its value, what is accepted and what to do.
+
+    Args:
+        message: One sentence.
+        on_all: Whether every rank finds the same, so that it is enough if rank 0 says it. False for what one machine
+            may lack and another have.
+    """
+
+    def __init__(self, message: str, on_all: bool = True) -> None:
+        super().__init__(message)
+        self.on_all = on_all
+
+
+def concerns_all(error: Exception) -> bool:
+    """Whether every rank finds the same error.
+
+    Args:
+        error: What Hydra, OmegaConf or the entry raised.
+
+    Returns:
+        False for what may be wrong with one machine only.
+    """
+    if isinstance(error, UsageError):
+        return error.on_all
+    return not isinstance(error, InstantiationException)
 
 
 def sentence(error: Exception) -> str:
@@ -26,10 +51,31 @@ def sentence(error: Exception) -> str:
         return f"{group}={choice} is unknown; accepted: {', '.join(sorted(error.options))}."
     if isinstance(error, InstantiationException):
         return _instantiation(error)
+    if isinstance(error, ConfigCompositionException) and (unknown := _unknown_key(error)):
+        return unknown
     line = _one_line(error, error.__cause__)
     if isinstance(error.__cause__, OmegaConfBaseException):
         line += " (--cfg job prints all keys and their values)"
     return line
+
+
+def _unknown_key(error: ConfigCompositionException) -> str | None:
+    """The line about a key that is not there, or None if the error is another one."""
+    cause = error.__cause__
+    override = re.search(r"To append to your config use \+(.*)", str(error))
+    if (
+        override is None
+        or not isinstance(cause, OmegaConfBaseException)
+        or not isinstance(cause.parent_node, DictConfig)
+    ):
+        return None
+    place = override.group(1).partition("=")[0].rpartition(".")[0]
+    keys = [str(key) for key in cause.parent_node if not str(key).startswith("_") and key != "hydra"]
+    inside = f" in {place}" if place else ""
+    return (
+        f"{override.group(1)} is unknown; accepted{inside}: {', '.join(keys) or 'no keys'} "
+        f"(+{override.group(1)} passes on one that is not listed)."
+    )
 
 
 def _instantiation(error: InstantiationException) -> str:

@@ -67,7 +67,8 @@ def find_ranks(accelerator: str, devices: Any, num_nodes: Any) -> Ranks:
     if accelerator in ("gpu", "cuda") and not cuda:
         raise UsageError(
             f"trainer.accelerator={accelerator}: torch sees no CUDA device here; accepted here: cpu, auto. "
-            "On a GPU machine check the driver, CUDA_VISIBLE_DEVICES and that torch is built for CUDA."
+            "On a GPU machine check the driver, CUDA_VISIBLE_DEVICES and that torch is built for CUDA.",
+            on_all=False,
         )
     starter = _starter()
     nodes = _external_nodes(starter) if num_nodes == "auto" else num_nodes

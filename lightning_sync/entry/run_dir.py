@@ -56,8 +56,8 @@ def agree_on_run_dir(given: str | None, root: Path, ranks: Ranks) -> Path:
 def open_run_dir(path: Path, config: str) -> None:
     """Make the directory and mark it unfinished. Only rank 0 may call it.
 
-    The summary of an earlier run in the same place is kept as ``summary.previous.json``, so that this run cannot be
-    taken for finished.
+    The summary of an earlier run in the same place is kept as ``summary.previous.json``, later ones as
+    ``summary.previous-2.json`` and so on, so that this run cannot be taken for finished and no result is lost.
 
     Args:
         path: The run directory.
@@ -67,7 +67,7 @@ def open_run_dir(path: Path, config: str) -> None:
     (path / MARK).write_text("This run has not finished, or it failed. The file goes when summary.json is written.\n")
     earlier = path / FILE_NAME
     if earlier.exists():
-        earlier.replace(path / "summary.previous.json")
+        earlier.replace(_free_name(path))
     (path / CONFIG).write_text(config, encoding="utf-8")
 
 
@@ -78,6 +78,14 @@ def close_run_dir(path: Path) -> None:
         path: The run directory.
     """
     (path / MARK).unlink(missing_ok=True)
+
+
+def _free_name(folder: Path) -> Path:
+    path, count = folder / "summary.previous.json", 1
+    while path.exists():
+        count += 1
+        path = folder / f"summary.previous-{count}.json"
+    return path
 
 
 def _new_name(folder: Path) -> str:

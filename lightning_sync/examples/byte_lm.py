@@ -10,6 +10,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_sync.examples.checks import check_integers, check_number
+
 _VALUES = 256
 
 
@@ -61,7 +63,7 @@ class ByteLM(LightningModule):
         final_lr: Share of ``lr`` that is left at the last step, in [0, 1].
 
     Raises:
-        ValueError: If ``heads`` does not divide ``width``, or a share is out of range.
+        ValueError: If ``heads`` does not divide ``width``, or an argument has the wrong type or is out of range.
     """
 
     def __init__(
@@ -77,11 +79,15 @@ class ByteLM(LightningModule):
         final_lr: float = 0.1,
     ) -> None:
         super().__init__()
+        check_integers(1, {"width": width, "depth": depth, "heads": heads, "context": context})
         if width % heads:
             raise ValueError(f"heads={heads} must divide width={width}.")
-        if not 0 <= warmup < 1:
-            raise ValueError(f"warmup={warmup} must lie in [0, 1): it is a share of all steps.")
-        if not 0 <= final_lr <= 1:
+        check_number("dropout", dropout, 0, 1)
+        check_number("lr", lr, 0, open_low=True)
+        check_number("weight_decay", weight_decay, 0)
+        check_number("warmup", warmup, 0, 1)
+        check_number("final_lr", final_lr, 0)
+        if final_lr > 1:
             raise ValueError(f"final_lr={final_lr} must lie in [0, 1]: it is a share of lr.")
         self.save_hyperparameters()
         self.lr = lr

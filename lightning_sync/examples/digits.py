@@ -8,6 +8,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_sync.examples.checks import check_integers
+
 _VALIDATION_IMAGES = 360
 
 
@@ -20,13 +22,13 @@ class Digits(LightningDataModule):
         num_workers: Loader processes per rank; 0 loads in the training process.
 
     Raises:
-        ValueError: If ``batch_size`` is below one.
+        ValueError: If ``batch_size`` is not a whole number from 1, or another one not from 0.
     """
 
     def __init__(self, batch_size: int = 32, seed: int = 0, num_workers: int = 0) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1.")
+        check_integers(1, {"batch_size": batch_size})
+        check_integers(0, {"seed": seed, "num_workers": num_workers})
         self.batch_size = batch_size
         self.seed = seed
         self.num_workers = num_workers

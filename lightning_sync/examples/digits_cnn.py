@@ -7,6 +7,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_sync.examples.checks import check_integers, check_number
+
 
 class DigitsCNN(LightningModule):
     """Classifies 8 x 8 grey images into ten classes with Adam.
@@ -15,16 +17,16 @@ class DigitsCNN(LightningModule):
 
     Args:
         width: Channels of the first layer; the second has twice as many.
-        lr: Adam's learning rate.
+        lr: Adam's learning rate, above 0.
 
     Raises:
-        ValueError: If ``width`` is below one.
+        ValueError: If ``width`` is not a whole number from 1, or ``lr`` not a number above 0.
     """
 
     def __init__(self, width: int = 16, lr: float = 3e-3) -> None:
         super().__init__()
-        if width < 1:
-            raise ValueError(f"width={width} must be at least 1.")
+        check_integers(1, {"width": width})
+        check_number("lr", lr, 0, open_low=True)
         self.save_hyperparameters()
         self.lr = lr
         self.layers = nn.Sequential(

@@ -11,6 +11,8 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_sync.examples.checks import check_integers
+
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _VALIDATION_PERCENT = 10
 
@@ -56,7 +58,7 @@ class PythonSource(LightningDataModule):
         num_workers: Loader processes per rank; 0 loads in the training process.
 
     Raises:
-        ValueError: If a size is below one.
+        ValueError: If a size is not a whole number from 1, or ``seed`` or ``num_workers`` not one from 0.
     """
 
     def __init__(
@@ -75,9 +77,8 @@ class PythonSource(LightningDataModule):
             "train_sequences": train_sequences,
             "val_sequences": val_sequences,
         }
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
+        check_integers(1, sizes)
+        check_integers(0, {"seed": seed, "num_workers": num_workers})
         self.batch_size = batch_size
         self.length = length
         self.train_sequences = train_sequences
