@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import hydra
@@ -101,8 +102,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     except (MisconfigurationException, ValueError, TypeError) as error:
         if summary.started:
             raise
-        # Lightning compares options with each other, which comes out the same everywhere; data need not.
-        raise UsageError(str(error), on_all=isinstance(error, MisconfigurationException)) from error
+        # Checks of options come out the same everywhere; what fails in a model or its data need not.
+        raise UsageError(str(error), on_all=_raised_in(error).startswith(("lightning.", "lightning_sync."))) from error
     finally:
         keep.discard_unstarted(trainer)
     if summary.result is None:
@@ -110,6 +111,12 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     if trainer.is_global_zero:
         print_summary(summary.result)
     return summary.result
+
+
+def _raised_in(error: BaseException) -> str:
+    """The module whose line raised an error."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
 
 
 def _why_nothing_was_trained(cfg: DictConfig, trainer: pl.Trainer) -> str:
