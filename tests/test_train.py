@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_sync import train as entry
 from lightning_sync.cli import main as cli_main
@@ -191,7 +192,12 @@ def in_one_process(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: st
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["train.py", *common, "trainer.max_steps=2", *overrides])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    entry.main()
+    try:
+        entry.main()
+    finally:
+        # Lightning's ddp leaves its group to the end of the process, which here runs other tests too.
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def test_a_failed_start_leaves_a_finished_run_as_it_is(
