@@ -183,7 +183,7 @@ def over_gloo(rank: int, world_size: int) -> tuple[float, float]:
     total = torch.zeros(64)
 
     def many() -> None:
-        for _ in range(1000):
+        for _ in range(400):
             ones = torch.ones(64)
             executor.wait(dist.all_reduce(ones, async_op=True))
             total.add_(ones)
@@ -208,6 +208,6 @@ def over_gloo(rank: int, world_size: int) -> tuple[float, float]:
 @pytest.mark.dist
 def test_real_collectives_are_all_waited_for_and_a_blocked_one_can_be_left() -> None:
     """A wait that ends early would skip the rest of a reduction without an error: replicas would drift apart."""
-    (total, seconds), (other_total, _) = run_ranks(over_gloo, 2, deadline=60)
-    assert total == other_total == 2000
+    (total, seconds), (other_total, _) = run_ranks(over_gloo, 2, deadline=120)
+    assert total == other_total == 800
     assert seconds < 1
