@@ -2,6 +2,7 @@
 
 import logging
 import random
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,9 +98,12 @@ def run(
     if folder is not None:
         options["enable_checkpointing"] = True
     try:
-        fit(module, strategy, world_size, ckpt_path=resume, **options)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            fit(module, strategy, world_size, ckpt_path=resume, **options)
     finally:
         logger.removeHandler(said)
+    said.lines += [str(w.message) for w in warned]
     counters = getattr(strategy, "counters", None)
     return Seen(
         everything(module),

@@ -49,3 +49,80 @@ def test_strict_goes_on_bit_for_bit(world_size: int, tmp_path: Path) -> None:
     for found in run_ranks(matrix, world_size, tmp_path, init="env", deadline=170):
         assert found == {name: [] for name in found}
         assert len(found) == len(CASES)
+
+
+def one_cold(rank: int, world_size: int, folder: Path, resume: bool) -> Any:
+    # With validation, the checkpoint is written at its end, still inside the epoch.
+    options: dict[str, Any] = {"epochs": 2, "limit_val_batches": 2}
+    if resume:
+        return run(strict("powersgd"), world_size, resume=folder / "epoch=0.ckpt", seed=99, **options)
+    return run(strict("powersgd"), world_size, folder=folder, **options)
+
+
+@pytest.mark.dist
+def test_new_processes_go_on_bit_for_bit(tmp_path: Path) -> None:
+    whole = run_ranks(one_cold, 2, tmp_path, False, init="env")
+    again = run_ranks(one_cold, 2, tmp_path, True, init="env")
+    for before, after in zip(whole, again, strict=True):
+        assert differences(before, after) == []
+        assert sum(float(t.abs().sum()) for t in before.state["residual"].values()) > 0
+
+
+def controls(rank: int, world_size: int, folder: Path) -> dict[str, list[str]]:
+    from lightning_sync import _compat
+
+    whole = run(strict("powersgd"), world_size, epochs=2, folder=folder)
+    torch.distributed.barrier()
+    found = {}
+    pin, _compat.pin_buckets = _compat.pin_buckets, lambda model, order: None
+    found["buckets not pinned"] = differences(
+        whole, run(strict("powersgd"), world_size, epochs=2, resume=folder / "epoch=0.ckpt")
+    )
+    _compat.pin_buckets = pin
+    if rank == 0:
+        (folder / "epoch=0.ckpt.sync").rename(folder / "elsewhere")
+    torch.distributed.barrier()
+    alone = run(strict("powersgd"), world_size, epochs=2, resume=folder / "epoch=0.ckpt")
+    found["no state"] = differences(whole, alone)
+    found["said"] = alone.said
+    return found
+
+
+@pytest.mark.dist
+def test_the_comparison_notices_what_is_not_restored(tmp_path: Path) -> None:
+    ranks = run_ranks(controls, 3, tmp_path, init="env", deadline=90)
+    for found in ranks:
+        assert "losses" in found["no state"]
+        assert "residual layers.0.weight" in found["no state"]
+        assert found["buckets not pinned"], "over three ranks, sums depend on where in a bucket a gradient lies"
+    assert any("Move both together" in line for line in ranks[0]["said"])
+
+
+# Replica, accumulation, AdamW, number of different replicas.
+REPLICAS: dict[str, tuple[Any, int, bool, int]] = {
+    "each rank, SGD": ("rank", 1, False, 3),
+    "each rank, AdamW": ("rank", 1, True, 3),
+    "each rank, accumulate 2, AdamW": ("rank", 2, True, 3),
+    "one replica, AdamW": (3, 1, True, 1),
+}
+
+
+def unwrapped(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (replica, accumulate, adam, _) in REPLICAS.items():
+        options: dict[str, Any] = {"model": {"adam": adam, "lr": 1e-2}, "accumulate_grad_batches": accumulate}
+        strategy = ls.UnwrappedStrategy(replica=replica)
+        whole = run(strategy, world_size, epochs=2, folder=folder / name, **options)
+        strategy = ls.UnwrappedStrategy(replica=replica)
+        again = run(strategy, world_size, epochs=2, resume=folder / name / "epoch=0.ckpt", seed=99, **options)
+        found[name] = differences(whole, again), float(whole.weights["last.weight"].sum()), whole.optimizer
+    return found
+
+
+@pytest.mark.dist
+def test_every_replica_goes_on_with_its_own_parameters_and_optimiser(tmp_path: Path) -> None:
+    ranks = run_ranks(unwrapped, 3, tmp_path, init="env", deadline=120)
+    for name, (*_, different) in REPLICAS.items():
+        assert [r[name][0] for r in ranks] == [[], [], []], name
+        assert len({r[name][1] for r in ranks}) == different, name
+        assert len({float(r[name][2][-1].sum()) for r in ranks}) == different, name
