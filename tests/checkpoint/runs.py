@@ -3,6 +3,7 @@
 import logging
 import random
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
 from lightning_sync.reducer import Reducer
@@ -51,8 +53,14 @@ class Peek(Callback):
     state: dict[str, dict[str, Tensor]]
     optimizer: list[Tensor]
 
+    def __init__(self, at_start: Callable[[Any], None]) -> None:
+        self.at_start = at_start
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.at_start(trainer.strategy)
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        reducer: Reducer | None = trainer.strategy._reducer
+        reducer: Reducer | None = getattr(trainer.strategy, "_reducer", None)
         self.state = {} if reducer is None else reducer.state_dict()
         states = trainer.optimizers[0].state_dict()["state"]
         self.optimizer = [v.clone() for s in states.values() for v in s.values() if isinstance(v, Tensor)]
@@ -78,21 +86,26 @@ def run(
     resume: Path | None = None,
     seed: int = 3,
     model: dict[str, Any] | None = None,
-    checkpoint: ModelCheckpoint | None = None,
+    noise: bool = True,
+    extra: Sequence[Callback] = (),
+    at_start: Callable[[Any], None] = lambda strategy: None,
     **trainer: Any,
 ) -> Seen:
-    """Train for `epochs` epochs of `EPOCH` batches; save each epoch's end to `folder`, begin at `resume`."""
+    """Train for `epochs` epochs of `EPOCH` batches; save each epoch's end to `folder`, begin at `resume`.
+
+    Without `noise`, nothing is drawn from random generators in a step. `at_start` is called before the first step.
+    """
     # Not `seed_everything`: Lightning's sampler takes that seed too, and a run that goes on must keep its data order.
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    module = Noisy(**(model or {}))
-    peek = Peek()
-    callbacks: list[Callback] = [peek]
+    module = (Noisy if noise else Toy)(**(model or {}))
+    peek = Peek(at_start)
+    callbacks: list[Callback] = [peek, *extra]
     if folder is not None:
-        callbacks.append(checkpoint or ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1))
+        callbacks.append(ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1))
     said = Said()
-    logger = logging.getLogger("lightning_utilities.core.rank_zero")
+    logger = rank_zero.log
     logger.addHandler(said)
     options = {"max_steps": -1, "max_epochs": epochs, "limit_train_batches": EPOCH, "callbacks": callbacks, **trainer}
     if folder is not None:
