@@ -18,6 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The core serves Fabric, a plain loop, or anything else: it imports torch, never Lightning or Hydra.
 CORE = (
     "aggregators",
+    "checkpoint",
     "comm",
     "compressors",
     "contract",
@@ -35,6 +36,7 @@ OUTSIDE = ("lightning", "pytorch_lightning", "lightning_fabric", "hydra", "omega
 # Inside the core: compressors know state and the arithmetic of bytes, aggregators nothing, the wire no strategy.
 ONLY = {
     "aggregators": ("aggregators", "registry"),
+    "checkpoint": ("checkpoint", "reducer", "state"),
     "comm": ("comm", "compressors.base", "state"),
     "compressors": ("comm.topology", "compressors", "registry", "state"),
     "registry": (),

@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from lightning_sync.checkpoint.manifest import FileEntry, Manifest, file_name, is_save
@@ -77,12 +78,16 @@ class SyncFolder:
         part.rename(self.path / manifest.save)
         _sync_directory(self.path)
 
-    def prune(self, keep: int = 1) -> None:
-        """Remove all but the `keep` newest saves, and what interrupted ones have left (rank 0)."""
-        kept = self.saves()[-keep:]
+    def prune(self, keep: Collection[str]) -> None:
+        """Remove all saves but those in `keep`, and what interrupted ones have left (rank 0)."""
         for path in self.path.iterdir() if self.path.is_dir() else ():
-            if path.name not in kept and is_save(path.name.removesuffix(_PART)):
+            if path.name not in keep and is_save(path.name.removesuffix(_PART)):
                 shutil.rmtree(path)
+
+    def discard(self, save: str) -> None:
+        """Remove one save, complete or not (rank 0, after a failure)."""
+        for path in (self.path / save, self._part(save)):
+            shutil.rmtree(path, ignore_errors=True)
 
     def remove(self) -> None:
         """Remove the folder, if there is one (rank 0)."""

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,11 +64,12 @@ class Keeper:
         self._count = 0
         self._board: Board | None = None
         self._order: tuple[str, ...] | None = None
+        self._newest: dict[Path, str] = {}
         self._found: _Found | None = None
 
     def open(self, run: str) -> None:
         """Begin a fit; `run` is its random id, the same on all ranks."""
-        self._run, self._count, self._board, self._order = run, 0, None, None
+        self._run, self._count, self._board, self._order, self._newest = run, 0, None, None, {}
 
     def close(self) -> None:
         """Drop what was found and not used."""
@@ -87,20 +89,36 @@ class Keeper:
             return
         save = f"{self._run}-{self._count:06d}"
         self._count += 1
-        entry = folder.write(self._rank_state(save))
-        manifest = self._manifest(save, self._exchange(save, entry), self._bucket_order())
-        if rank == 0:
+        if rank:
+            self._exchange(save, folder.write(self._rank_state(save)))
+            self._bucket_order()
+            write()
+            return
+        try:
+            entries = self._exchange(save, folder.write(self._rank_state(save)))
+            manifest = self._manifest(save, entries, self._bucket_order())
             folder.commit(manifest)
             checkpoint[TAG] = {"save": save, "checksum": manifest.checksum}
-        write()
-        if rank == 0:
-            # An asynchronous checkpoint may still be under way: the one on disk then names the save before.
-            folder.prune(keep=2 if isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO) else 1)
+            write()
+        except BaseException:
+            folder.discard(save)
+            raise
+        self._prune(folder, save)
 
     def remove(self, path: str) -> None:
         """Remove the folder beside a checkpoint that is removed (a link has none of its own)."""
         if self._strategy.global_rank == 0 and "://" not in path.removeprefix("file://"):
             SyncFolder(path.removeprefix("file://")).remove()
+
+    def _prune(self, folder: SyncFolder, save: str) -> None:
+        """Remove the saves that no checkpoint on disk names any more."""
+        before = self._newest.get(folder.path)
+        self._newest[folder.path] = save
+        if not isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO):
+            folder.prune(keep={save})
+        elif before is not None:
+            # The new checkpoint may still be under way; until it is there, the one on disk names the save before.
+            folder.prune(keep={save, before})
 
     def _has_state(self, checkpoint: Mapping[str, Any], path: str) -> bool:
         if "optimizer_states" not in checkpoint:

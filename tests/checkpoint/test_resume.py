@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 import lightning_sync as ls
-from tests.checkpoint.runs import differences, run
+from tests.checkpoint.runs import Seen, differences, run
 from tests.workers import run_ranks
 
 COMPRESSORS: dict[str, Any] = {
@@ -126,3 +128,36 @@ def test_every_replica_goes_on_with_its_own_parameters_and_optimiser(tmp_path: P
         assert [r[name][0] for r in ranks] == [[], [], []], name
         assert len({r[name][1] for r in ranks}) == different, name
         assert len({float(r[name][2][-1].sum()) for r in ranks}) == different, name
+
+
+class Overflows(Callback):
+    """Each rank overflows once, at a step of its own."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_step == trainer.global_rank:
+            pl_module.last.weight.grad.fill_(float("inf"))
+
+
+def scaled(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def train(name: str, **options: Any) -> tuple[Seen, dict[str, Any]]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        strategy = ls.StrictStrategy("int8") if name == "strict" else ls.UnwrappedStrategy(replica="rank")
+        plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        extra = [Overflows()] if name == "unwrapped" else []
+        return run(strategy, world_size, epochs=2, plugins=[plugin], extra=extra, **options), scaler.state_dict()
+
+    for name in ("strict", "unwrapped"):
+        whole, scale = train(name, folder=folder / name)
+        again, scale_again = train(name, resume=folder / name / "epoch=0.ckpt")
+        found[name] = differences(whole, again), scale == scale_again, scale["_growth_tracker"]
+    return found
+
+
+@pytest.mark.dist
+def test_loss_scales_go_on_also_where_they_differ(tmp_path: Path) -> None:
+    ranks = run_ranks(scaled, 2, tmp_path, init="env", deadline=90)
+    for name in ("strict", "unwrapped"):
+        assert [r[name][:2] for r in ranks] == [([], True)] * 2, name
+    assert ranks[0]["unwrapped"][2] != ranks[1]["unwrapped"][2], "each had its own"
