@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sync.checkpoint.rank_state import RankState
 from lightning_sync.reducer import Reducer
-from lightning_sync.state import Cover
+from lightning_sync.state import Cover, State
 
 
 def owed(ranks: Iterable[RankState], sizes: Mapping[str, int]) -> dict[str, Tensor]:
@@ -61,15 +61,13 @@ class Gathered:
 
     def _note(self, state: RankState) -> None:
         for kind, tensors in state.tensors.items():
-            if kind in state.covers or kind in self.local:
-                continue
-            held = self.replicated.setdefault(kind, {})
-            for key, tensor in tensors.items():
-                if key in held and not torch.equal(held[key], tensor):
-                    self.local.add(kind)
-                    del self.replicated[kind]
-                    break
-                held.setdefault(key, tensor)
+            covered = state.covers.get(kind, {})
+            for key in tensors.keys() - covered.keys():
+                held = self.replicated.setdefault(kind, {})
+                if kind not in self.local and torch.equal(held.setdefault(key, tensors[key]), tensors[key]):
+                    continue
+                self.local.add(kind)
+                held.clear()
 
     def shares(self, reducer: Reducer) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
         """What this rank takes over, and what is lost, in words.
@@ -84,11 +82,11 @@ class Gathered:
         for state in reducer.states():
             state.declare()
             for param in state.params:
-                if param.name in self.owed and "residual" in state.undelivered:
+                home = _home(state, param.key)
+                if param.name in self.owed and home is not None:
                     homeless.discard(param.name)
-                    cover = state.undelivered["residual"](state, param.key)
-                    share = _pack(cover, self.owed[param.name] / state.world_size)
-                    taken.setdefault("residual", {})[param.key] = share
+                    kind, cover = home
+                    taken.setdefault(kind, {})[param.key] = _pack(cover, self.owed[param.name] / state.world_size)
                 for kind, tensors in self.replicated.items():
                     if param.key in tensors and kind in state.arenas:
                         if state.arenas[kind].sizes.get(param.key) == tensors[param.key].numel():
@@ -102,6 +100,15 @@ class Gathered:
         if gone:
             lost.append(f"what was owed to {', '.join(gone)}, since no compressor in use keeps a residual for them")
         return taken, lost
+
+
+def _home(state: State, key: str) -> tuple[str, Cover] | None:
+    """The kind of state that can hold what is owed to all elements, if the compressor keeps one."""
+    for kind, cover_of in state.undelivered.items():
+        cover = cover_of(state, key)
+        if cover.first == 0 and cover.stride == 1:
+            return kind, cover
+    return None
 
 
 def _pack(cover: Cover, flat: Tensor) -> Tensor:

@@ -97,8 +97,10 @@ def test_unknown_kinds_are_kept_only_if_all_ranks_agree() -> None:
         state.tensors = {"alike": {"a": torch.ones(2)}, "own": {"a": torch.full((2,), float(state.rank))}}
         state.covers = {}
     gathered = Gathered.of(states, SIZES)
-    assert set(gathered.replicated) == {"alike"}
+    assert {kind for kind, tensors in gathered.replicated.items() if tensors} == {"alike"}
     assert gathered.local == {"own"}
+    (resumed,) = reducers(ROUTES["powersgd"], (0,))
+    assert gathered.shares(resumed) == ({}, ["own, which was each rank's own"])
 
 
 def test_covers_of_slices() -> None:

@@ -1,6 +1,7 @@
 """A run that is resumed at an epoch end is the run that was never interrupted, bit for bit."""
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,57 @@ def test_every_replica_goes_on_with_its_own_parameters_and_optimiser(tmp_path: P
         assert [r[name][0] for r in ranks] == [[], [], []], name
         assert len({r[name][1] for r in ranks}) == different, name
         assert len({float(r[name][2][-1].sum()) for r in ranks}) == different, name
+
+
+DDP_OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "none, gradients as bucket views": ("none", {"gradient_as_bucket_view": True}, {}),
+    "powersgd, gradients as bucket views": ("powersgd", {"gradient_as_bucket_view": True}, {}),
+    "int8, unused parameters": ("int8", {"find_unused_parameters": True}, {"alternate": True}),
+    "none, unused parameters": ("none", {"find_unused_parameters": True}, {"alternate": True}),
+}
+
+
+def with_options(rank: int, world_size: int, folder: Path) -> dict[str, list[str]]:
+    found = {}
+    for name, (compressor, options, model) in DDP_OPTIONS.items():
+
+        def strategy(compressor: str = compressor, options: dict[str, Any] = options) -> ls.StrictStrategy:
+            return ls.StrictStrategy(COMPRESSORS[compressor], bucket_cap_mb=0.005, **options)
+
+        whole = run(strategy(), world_size, epochs=2, folder=folder / name, model=model)
+        resume = folder / name / "epoch=0.ckpt"
+        found[name] = differences(whole, run(strategy(), world_size, epochs=2, resume=resume, seed=99, model=model))
+    return found
+
+
+@pytest.mark.dist
+def test_ddp_options_keep_the_promise(tmp_path: Path) -> None:
+    for found in run_ranks(with_options, 3, tmp_path, init="env", deadline=90):
+        assert found == {name: [] for name in DDP_OPTIONS}
+
+
+def two_nodes(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Four processes that believe to be on two hosts."""
+    os.environ.update(GROUP_RANK=str(rank // 2), LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    found: dict[str, Any] = {}
+    for name in ("int8", "powersgd"):
+        whole = run(strict(name), 2, num_nodes=2, epochs=2, folder=folder / name)
+        again = run(strict(name), 2, num_nodes=2, epochs=2, resume=folder / name / "epoch=0.ckpt", seed=99)
+        flat = run(
+            ls.StrictStrategy(COMPRESSORS[name], two_level=False), 2, num_nodes=2, epochs=2,
+            resume=folder / name / "epoch=0.ckpt",
+        )  # fmt: skip
+        found[name] = differences(whole, again), sorted(whole.state["residual"]), flat.said
+    return found
+
+
+@pytest.mark.dist
+def test_two_levels_keep_the_promise_and_their_slices_are_recut(tmp_path: Path) -> None:
+    ranks = run_ranks(two_nodes, 4, tmp_path, init="env", deadline=120)
+    for name in ("int8", "powersgd"):
+        assert [r[name][0] for r in ranks] == [[]] * 4, name
+        assert ranks[0][name][1] != ranks[1][name][1], "each local rank keeps its own slices"
+        assert any("spread evenly" in line for line in ranks[0][name][2])
 
 
 class Overflows(Callback):
