@@ -8,23 +8,34 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
 from torch.distributed.distributed_c10d import Store
+from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
 
-__all__ = ["PatientLauncher", "SIGTERMException", "default_store", "replace_sigterm_broadcasts", "requested_precision"]
+__all__ = [
+    "PatientLauncher",
+    "SIGTERMException",
+    "bucket_order",
+    "default_store",
+    "pin_buckets",
+    "replace_sigterm_broadcasts",
+    "requested_precision",
+]
 
 
 def default_store() -> Store:
@@ -70,6 +81,35 @@ def replace_sigterm_broadcasts(
 
     connector._sigterm_notifier_fn = on_sigterm  # type: ignore[method-assign,assignment]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = before_batch  # type: ignore[method-assign]
+
+
+def bucket_order(model: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters in the order of DDP's buckets, as laid out after the first step (collective after just one step).
+
+    DDP lays its buckets out anew before its second forward. After a single step that is still to come, and has to be
+    done here; after more, its logging data tells.
+    """
+    members = [p for p in model.module.parameters() if p.requires_grad]
+    rebuilt = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
+    if rebuilt:
+        return [members[int(i)] for bucket in rebuilt.split(",") for i in bucket.split()]
+    model.reducer._rebuild_buckets()
+    known = {id(p): p for p in members}
+    return [known[id(p)] for bucket in model.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()]
+
+
+def pin_buckets(model: DistributedDataParallel, order: Sequence[nn.Parameter]) -> None:
+    """Lay DDP's buckets out as an earlier run had them (collective), before the first step and before any hook.
+
+    A sum over three or more ranks depends, in its last bits, on where in a buffer a gradient lies. DDP takes the order
+    in which gradients become ready in its first backward: here one of zeros, in the given order.
+    """
+    model.reducer.prepare_for_backward([])
+    for p in order:
+        torch.autograd.backward(p, torch.zeros_like(p))
+    for p in order:
+        p.grad = None
+    model.reducer._rebuild_buckets()
 
 
 class PatientLauncher(_SubprocessScriptLauncher):

@@ -7,6 +7,9 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from lightning_sync.checkpoint.describe import describe
+from lightning_sync.checkpoint.plain import StateFileError
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one of the package's commands.
@@ -18,10 +21,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # --help after "train" belongs to Hydra, which lists the groups and their choices.
     commands.add_parser("train", add_help=False, help="train a model: python -m lightning_sync.train")
-    _, rest = parser.parse_known_args(arguments)
+    inspect = commands.add_parser("inspect", help="check and print the state of the ranks beside a checkpoint")
+    inspect.add_argument("path", metavar="PATH", help="the checkpoint, or the folder CHECKPOINT.sync")
+    known, rest = parser.parse_known_args(arguments)
+    if known.command == "inspect":
+        if rest:
+            parser.error(f"unknown arguments: {' '.join(rest)}")
+        _inspect(known.path)
+        return
     sys.argv[1:] = rest
     # Further ranks are started by the name of __main__, which must therefore be the module and not this script.
     runpy.run_module("lightning_sync.train", run_name="__main__", alter_sys=True)
+
+
+def _inspect(path: str) -> None:
+    try:
+        print(describe(path))
+    except StateFileError as error:
+        print(f"lightning-sync inspect: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.comm.wire import Wire
 from lightning_sync.compressors.base import Compressor, Payload, Reduction
 from lightning_sync.compressors.route import Route
-from lightning_sync.state import ParamSpec, State
+from lightning_sync.state import Cover, ParamSpec, State
 from lightning_sync.two_level import Shares, TwoLevelPlan
 
 
@@ -156,8 +156,26 @@ class Reducer:
                 merged.setdefault(kind, {}).update(tensors)
         return merged
 
-    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+    def covers(self) -> dict[str, dict[str, Cover]]:
+        """Which elements the tensors of undelivered kinds stand for, ``{kind: {parameter: cover}}``."""
+        merged: dict[str, dict[str, Cover]] = {}
+        for served in self._served:
+            for kind, covers in served.state.covers().items():
+                merged.setdefault(kind, {}).update(covers)
+        return merged
+
+    def compressor_of(self, name: str) -> Compressor:
+        """The compressor that serves a parameter."""
+        return self._served[self._serves[name]].compressor
+
+    def states(self) -> list[State]:
+        """The compressors' states on this rank."""
+        return [served.state for served in self._served]
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Restore what `state_dict` returned, on the same rank of a run with the same ranks and compressors.
+
+        Nothing is changed if any of it does not fit.
 
         Raises:
             ValueError: for state of a parameter that this run does not reduce, or not with a compressor that keeps any.
@@ -169,10 +187,15 @@ class Reducer:
                 f"State holds {', '.join(map(repr, foreign))}, which this run does not reduce on this rank. Load it "
                 "into the same model with the same compressors, ranks and nodes, or start with fresh state."
             )
+        loads = []
         for served in self._served:
             mine = {p.key for p in served.state.params}
             parts = {kind: {n: t for n, t in tensors.items() if n in mine} for kind, tensors in state.items()}
-            served.state.load_state_dict({kind: tensors for kind, tensors in parts.items() if tensors})
+            loads.append((served.state, {kind: tensors for kind, tensors in parts.items() if tensors}))
+        for own, tensors in loads:
+            own.check(tensors)
+        for own, tensors in loads:
+            own.load_state_dict(tensors)
 
     def _reduce_flat(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         bucket = self._bucket(tuple(names))

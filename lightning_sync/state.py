@@ -56,6 +56,46 @@ class ParamSpec:
         return torch.promote_types(torch.float32, self.dtype)
 
 
+@dataclass(frozen=True)
+class Cover:
+    """Which elements of a parameter a tensor of undelivered values stands for, so that other ranks can take them over.
+
+    The tensor is made of rows of `block` elements: rows `first`, `first + stride`, ... of the flattened parameter, or
+    of a slice of it. What lies beyond the end of the slice is padding.
+
+    Attributes:
+        name: The parameter.
+        start: First element of the slice in the flattened parameter.
+        numel: Elements of the slice.
+        first: Its first row.
+        stride: Distance between two rows.
+        block: Elements of a row.
+    """
+
+    name: str
+    start: int
+    numel: int
+    first: int
+    stride: int
+    block: int
+
+    @classmethod
+    def whole(cls, param: ParamSpec, block: int | None = None) -> Cover:
+        """All elements of a parameter (or of the slice that a spec names), padded to whole blocks."""
+        return cls(param.name, param.start or 0, param.numel, 0, 1, block or max(1, param.numel))
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tensor."""
+        return len(range(self.first, -(-self.numel // self.block), self.stride))
+
+    def elements(self) -> tuple[Tensor, Tensor]:
+        """For every element of the tensor: its place in the flattened parameter, and whether it is not padding."""
+        rows = self.first + self.stride * torch.arange(self.rows)
+        places = (rows[:, None] * self.block + torch.arange(self.block)).view(-1)
+        return self.start + places, places < self.numel
+
+
 def canonical_name(name: str) -> str:
     """Strip what wrappers add, so that a compiled or wrapped model finds the state of a plain one."""
     return name.removeprefix("module.").replace("_orig_mod.", "")
@@ -118,14 +158,19 @@ class Arena:
         if self._views.pop(name, None) is not None:
             self._bound = {k: v for k, v in self._bound.items() if name not in k}
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over values by name; names that are unknown or of another size are an error."""
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for a name that is unknown or a tensor of another size."""
         for name, value in tensors.items():
             if self.sizes.get(name) != value.numel():
                 raise ValueError(
                     f"State for {name!r} has {value.numel()} elements, but this model expects {self.sizes.get(name)}. "
                     "Load it into the model it was saved from, or start with fresh state."
                 )
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over values by name; names that are unknown or of another size are an error, and change nothing."""
+        self.check(tensors)
+        for name, value in tensors.items():
             if name not in self._views:
                 self.bind((name,))
             self._views[name].copy_(value.view(-1))
@@ -148,6 +193,9 @@ class State:
         arenas: Named tensors by kind, such as ``"residual"``.
         lazy: How `declare` makes the arenas whose sizes depend on `rank` and `world_size`, which are set after
             `Compressor.init`.
+        undelivered: Kinds of state that hold what has not reached the other ranks yet, in units of the mean, and which
+            elements a tensor of that kind stands for. Summed over all ranks they are what is still owed: a checkpoint
+            conserves that sum when the number of ranks or the compressor changes. Other kinds are taken for replicated.
         cache: Whatever can be computed again: layouts, plans. Never saved.
     """
 
@@ -160,6 +208,7 @@ class State:
     combine: Callable[[Tensor], Tensor] = field(default=lambda rows: rows.sum(0), repr=False)
     arenas: dict[str, Arena] = field(default_factory=dict, repr=False)
     lazy: dict[str, Callable[[State], Arena]] = field(default_factory=dict, repr=False)
+    undelivered: dict[str, Callable[[State, str], Cover]] = field(default_factory=dict, repr=False)
     cache: dict[object, object] = field(default_factory=dict, repr=False)
 
     def spec(self, key: str) -> ParamSpec:
@@ -181,16 +230,30 @@ class State:
             for kind in self.lazy.keys() - self.arenas.keys():
                 self.arenas[kind] = self.lazy[kind](self)
 
+    def covers(self) -> dict[str, dict[str, Cover]]:
+        """Which elements each tensor of an undelivered kind stands for, ``{kind: {parameter: cover}}``."""
+        return {
+            kind: {key: cover(self, key) for key, _ in self.arenas[kind].items()}
+            for kind, cover in self.undelivered.items()
+            if kind in self.arenas
+        }
+
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Copies of every tensor, ``{kind: {parameter: tensor}}``: tensors and strings only."""
         return {kind: {n: t.detach().clone() for n, t in arena.items()} for kind, arena in self.arenas.items()}
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restore what `state_dict` returned; unknown kinds, names or sizes are an error."""
+    def check(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Raise ValueError for kinds, names or sizes that `load_state_dict` cannot take."""
         self.declare()
         for kind, tensors in state.items():
             if kind not in self.arenas:
                 raise ValueError(f"State holds {kind!r}, which this compressor does not keep: {sorted(self.arenas)}.")
+            self.arenas[kind].check(tensors)
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Restore what `state_dict` returned; unknown kinds, names or sizes are an error, and change nothing."""
+        self.check(state)
+        for kind, tensors in state.items():
             self.arenas[kind].load(tensors)
 
     @contextmanager

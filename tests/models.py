@@ -1,5 +1,6 @@
 """Small LightningModules that know nothing of lightning_sync, with the things that break synchronisation."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,7 +72,12 @@ class Toy(LightningModule):
 
 
 def fit(
-    module: LightningModule, strategy: Strategy | str, world_size: int, max_steps: int = 12, **options: Any
+    module: LightningModule,
+    strategy: Strategy | str,
+    world_size: int,
+    max_steps: int = 12,
+    ckpt_path: str | Path | None = None,
+    **options: Any,
 ) -> Trainer:
     """Train on CPU in processes that exist already (see `tests.workers`, ``init="env"``), writing nothing."""
     defaults: dict[str, Any] = {
@@ -86,7 +92,7 @@ def fit(
         "log_every_n_steps": 1,
     }
     trainer = Trainer(strategy=strategy, **{**defaults, **options})
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path=ckpt_path)
     return trainer
 
 

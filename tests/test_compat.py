@@ -7,6 +7,7 @@ import ast
 import inspect
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sync import _compat
 
@@ -104,7 +106,67 @@ def test_what_the_strategies_override_or_read() -> None:
     assert hasattr(torch, "_foreach_mul_")
 
 
+def layout(model: DistributedDataParallel) -> list[list[str]]:
+    names = {id(p): name for name, p in model.module.named_parameters()}
+    return [[names[id(p)] for p in bucket.parameters()] for bucket in model.reducer._get_zeros_like_grad_buckets()]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def small_buckets() -> DistributedDataParallel:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(5)])
+    return DistributedDataParallel(model, bucket_cap_mb=0.002)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_the_order_of_buckets_is_the_one_after_the_first_step(steps: int, alone: None) -> None:
+    model = small_buckets()
+    before = layout(model)
+    for _ in range(steps):
+        model(torch.randn(2, 16)).sum().backward()
+    names = {p: name for name, p in model.module.named_parameters()}
+    order = [names[p] for p in _compat.bucket_order(model)]
+    assert order == [name for bucket in layout(model) for name in bucket]
+    assert layout(model) != before
+    assert len(layout(model)) > 1
+
+
+def test_buckets_stay_as_they_were_pinned_with_and_without_a_hook(alone: None) -> None:
+    """`_rebuild_buckets` takes the order of the first backward, and only that one; a hook may come afterwards."""
+    model = small_buckets()
+    named = dict(model.module.named_parameters())
+    order = sorted(named, key=lambda name: (name[::-1], name))
+    _compat.pin_buckets(model, [named[name] for name in order])
+    pinned = layout(model)
+    assert [name for bucket in pinned for name in bucket] == order
+    assert all(p.grad is None for p in named.values())
+    seen: list[int] = []
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        seen.append(len(bucket.parameters()))
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, hook)
+    for _ in range(2):
+        seen.clear()
+        model(torch.randn(2, 16)).sum().backward()
+        assert seen == [len(bucket) for bucket in pinned], "from the first step on"
+    assert layout(model) == pinned
+
+
 TESTED = {
+    "_get_ddp_logging_data",
+    "_get_zeros_like_grad_buckets",
+    "_rebuild_buckets",
     "_ChildProcessObserver",
     "_SubprocessScriptLauncher",
     "_accelerator_connector",

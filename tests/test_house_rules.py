@@ -19,6 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 CORE = (
     "aggregators",
     "checks",
+    "checkpoint",
     "comm",
     "compressors",
     "contract",
@@ -36,6 +37,7 @@ OUTSIDE = ("lightning", "pytorch_lightning", "lightning_fabric", "hydra", "omega
 # Inside the core: compressors know state and the arithmetic of bytes, aggregators nothing, the wire no strategy.
 ONLY = {
     "aggregators": ("aggregators", "registry"),
+    "checkpoint": ("checkpoint", "reducer", "state"),
     "comm": ("comm", "compressors.base", "state"),
     "compressors": ("checks", "comm.topology", "compressors", "registry", "state"),
     "checks": (),

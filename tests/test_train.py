@@ -265,6 +265,20 @@ def test_the_console_command_names_its_commands(capsys: pytest.CaptureFixture[st
     assert "train" in capsys.readouterr().err
 
 
+def test_inspect_prints_what_is_beside_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning_sync.compressors import BlockInt8, ErrorFeedback, as_route
+    from tests.checkpoint.files import rank_states, reducers, save
+
+    checkpoint = tmp_path / "last.ckpt"
+    save(checkpoint, rank_states(reducers(as_route(ErrorFeedback(BlockInt8())), (0, 0))))
+    cli_main(["inspect", str(checkpoint)])
+    assert "ranks       2" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as exit_:
+        cli_main(["inspect", str(tmp_path / "none.ckpt")])
+    assert exit_.value.code == 1
+    assert "holds no complete save" in capsys.readouterr().err
+
+
 # ---- who starts the ranks, and where they write ----------------------------------------------------------------------
 
 

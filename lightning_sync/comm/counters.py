@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
 
 from lightning_sync.comm.topology import Bytes
 
@@ -41,6 +43,25 @@ class Counters:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())
+
+    def state_dict(self) -> dict[str, int | float | list[int] | None]:
+        """All totals as numbers, and lists of numbers for fractions."""
+        state: dict[str, int | float | list[int] | None] = {}
+        for name, value in self.__getstate__().items():
+            if isinstance(value, Bytes):
+                parts = (Fraction(value.sent), Fraction(value.network))
+                state[name] = [n for part in parts for n in (part.numerator, part.denominator)]
+            else:
+                state[name] = value  # type: ignore[assignment]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from what `state_dict` returned; a time that cannot be measured here stays `None`."""
+        for name, value in state.items():
+            if isinstance(getattr(self, name), Bytes):
+                setattr(self, name, Bytes(Fraction(*value[:2]), Fraction(*value[2:])))
+            elif name != "wait_seconds" or self.wait_seconds is not None:
+                setattr(self, name, value or 0)
 
     def count(self, payload: int, sent: Bytes, messages: int = 0) -> None:
         """Add one collective (any thread)."""

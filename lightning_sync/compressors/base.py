@@ -61,7 +61,11 @@ class Compressor(ABC):
 
     @abstractmethod
     def init(self, params: Sequence[ParamSpec]) -> State:
-        """Make the state for these parameters, given in registration order."""
+        """Make the state for these parameters, given in registration order.
+
+        A compressor that keeps back what it has not sent yet says so in `State.undelivered`: then nothing of it is lost
+        when a run goes on with other ranks.
+        """
 
     @abstractmethod
     def reduce(self, keys: Sequence[str], tensors: Sequence[Tensor], state: State) -> Reduction:

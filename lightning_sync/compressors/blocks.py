@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.base import Compressor, Payload, Reduction
-from lightning_sync.state import Arena, ParamSpec, State
+from lightning_sync.state import Arena, Cover, ParamSpec, State
 
 
 class BlockCodec(Compressor):
@@ -190,6 +190,21 @@ def feedback_arenas(block: int) -> dict[str, Callable[[State], Arena]]:
             first, n = first_block[p.key], _rows(p.numel, block)
             rows[p.key] = len(range(first + (state.rank - first) % state.world_size, first + n, state.world_size))
         return _arena(block, state, rows)
+
+    return {"residual": worker, "owner_residual": owner}
+
+
+def feedback_covers(block: int) -> dict[str, Callable[[State, str], Cover]]:
+    """Which elements those residuals stand for, for `State.undelivered`."""
+
+    def worker(state: State, key: str) -> Cover:
+        return Cover.whole(state.spec(key), block)
+
+    def owner(state: State, key: str) -> Cover:
+        p = state.spec(key)
+        before = cast("dict[str, int]", state.cache["first_block"])[key]
+        first = (state.rank - before) % state.world_size
+        return Cover(p.name, p.start or 0, p.numel, first, state.world_size, block)
 
     return {"residual": worker, "owner_residual": owner}
 

@@ -12,7 +12,14 @@ from typing_extensions import override
 
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.base import Compressor, Reduction
-from lightning_sync.compressors.blocks import BlockCodec, block_plan, feedback_arenas, owner_residual, worker_residual
+from lightning_sync.compressors.blocks import (
+    BlockCodec,
+    block_plan,
+    feedback_arenas,
+    feedback_covers,
+    owner_residual,
+    worker_residual,
+)
 from lightning_sync.compressors.finite import finite_rows, forget_
 from lightning_sync.state import ParamSpec, State
 
@@ -65,6 +72,7 @@ class ErrorFeedback(Compressor):
     def init(self, params: Sequence[ParamSpec]) -> State:
         state = self.inner.init(params)
         state.lazy.update(feedback_arenas(self.inner.block))
+        state.undelivered.update(feedback_covers(self.inner.block))
         return state
 
     @override

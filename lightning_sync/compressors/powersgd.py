@@ -16,7 +16,7 @@ from lightning_sync.compressors.base import Compressor, Payload, Reduction
 from lightning_sync.compressors.exact import Exact
 from lightning_sync.compressors.finite import finite_rows, forget_
 from lightning_sync.compressors.random import generator
-from lightning_sync.state import Arena, ParamSpec, State
+from lightning_sync.state import Arena, Cover, ParamSpec, State
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class PowerSGD(Compressor):
             dtype, device = params[0].state_dtype, params[0].device
             state.arena("residual", {p.key: p.numel for p in params}, dtype, device)
             state.arena("factor", {p.key: _matrix_shape(p.shape)[1] * self.rank for p in params}, dtype, device)
+            state.undelivered["residual"] = lambda own, key: Cover.whole(own.spec(key))
         return state
 
     @override

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -14,13 +17,14 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sync import _compat, aggregators, compressors
 from lightning_sync.aggregators import Aggregator
+from lightning_sync.checkpoint import ReplicaState
 from lightning_sync.checks import check_flags, check_integer, check_positive, check_seconds
 from lightning_sync.comm.counters import Counters
 from lightning_sync.comm.failure import RemoteFailure
@@ -30,6 +34,7 @@ from lightning_sync.comm.watch import Watcher
 from lightning_sync.comm.worker import Executor, executor_for
 from lightning_sync.compressors import Compressor, ErrorFeedback, Route
 from lightning_sync.reducer import Reducer
+from lightning_sync.strategies.resume import Keeper
 from lightning_sync.validity import check_combination
 
 log = logging.getLogger(__name__)
@@ -99,6 +104,7 @@ class SyncStrategy(DDPStrategy):
         self._reducer: Reducer | None = None
         self._watcher: Watcher | None = None
         self._executor: Executor | None = None
+        self._keeper = Keeper(self)
         super().__init__(**kwargs)
 
     # ---- what subclasses say -----------------------------------------------------------------------------------------
@@ -109,6 +115,18 @@ class SyncStrategy(DDPStrategy):
 
     def begin_batch(self) -> None:
         """Called before every training batch."""
+
+    def leaders(self) -> tuple[int, ...]:
+        """For every rank, the first rank of its replica: 0 where all replicas are equal after every step."""
+        return (0,) * self.world_size
+
+    def replica_state(self) -> ReplicaState | None:
+        """What has to be saved of this rank's replica, if replicas differ and this is its first rank."""
+        return None
+
+    def bucket_order(self) -> Sequence[nn.Parameter]:
+        """The parameters in the order in which they lie in buckets, if that order is found out by training."""
+        return ()
 
     # ---- public ------------------------------------------------------------------------------------------------------
 
@@ -173,6 +191,7 @@ class SyncStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._open(trainer)
         super().setup(trainer)
+        self._keeper.apply()
         if self._reducer is not None:
             self._say_bytes(self._reducer)
 
@@ -182,8 +201,11 @@ class SyncStrategy(DDPStrategy):
         claim = getattr(self.precision_plugin, "claim", None)
         if claim is not None:
             claim()
-        prefix = f"lightning_sync/{agree_on_run_id(self.root_device)}"
-        self._watcher = Watcher(_compat.default_store(), self.global_rank, self.world_size, prefix=prefix)
+        run = agree_on_run_id(self.root_device)
+        self._keeper.open(run)
+        self._watcher = Watcher(
+            _compat.default_store(), self.global_rank, self.world_size, prefix=f"lightning_sync/{run}"
+        )
         if self.world_size > 1:
             _compat.replace_sigterm_broadcasts(trainer, self._watcher.request_stop, self._begin_batch)
 
@@ -257,6 +279,44 @@ class SyncStrategy(DDPStrategy):
         if _is_collective_error(error):
             raise self._watcher.explain(error, "backward") from error
 
+    # ---- Lightning: checkpoints --------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write the state of every rank beside the checkpoint (all ranks), and the checkpoint itself (rank 0)."""
+
+        def write() -> None:
+            super(SyncStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+
+        self._keeper.save(checkpoint, os.fspath(filepath), write)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load the checkpoint, and check what lies beside it; it is applied once the reducer exists."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._keeper.find(checkpoint, os.fspath(checkpoint_path))
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """As Lightning's, then what Lightning keeps for rank 0 only."""
+        super().load_optimizer_state_dict(checkpoint)
+        self._keeper.finish()
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove the checkpoint, and what lies beside it."""
+        super().remove_checkpoint(filepath)
+        self._keeper.remove(os.fspath(filepath))
+
+    def attached_trainer(self) -> Trainer | None:
+        """The trainer that uses this strategy now."""
+        module = self.lightning_module
+        return None if module is None or module._trainer is None else module.trainer
+
+    def trainer_interrupted(self) -> bool:
+        """Whether an exception or a signal has ended the run."""
+        trainer = self.attached_trainer()
+        return trainer is not None and trainer.interrupted
+
     # ---- Lightning: the end ------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
@@ -273,6 +333,7 @@ class SyncStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Stop the threads; no collective, since an exception may have led here."""
+        self._keeper.close()
         self._close()
         super().teardown()
 

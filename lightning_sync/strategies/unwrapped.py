@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_sync.checkpoint import ReplicaState
 from lightning_sync.comm.flat_broadcast import broadcast_tensors
 from lightning_sync.comm.groups import Wires, discover_topology, make_group_wire
 from lightning_sync.compressors import Exact, as_route
@@ -17,7 +18,9 @@ from lightning_sync.ddp_hook import param_specs
 from lightning_sync.marks import GradientMarks
 from lightning_sync.reducer import Reducer
 from lightning_sync.replica import Replica, resolve_replica
+from lightning_sync.state import canonical_name
 from lightning_sync.strategies.base import SyncStrategy
+from lightning_sync.strategies.resume import replica_optimizers
 
 
 class UnwrappedStrategy(SyncStrategy):
@@ -53,6 +56,7 @@ class UnwrappedStrategy(SyncStrategy):
         self._marks: GradientMarks | None = None
         self._buckets: list[list[tuple[str, nn.Parameter]]] = []
         self._group: dist.ProcessGroup | None = None
+        self._replicas: list[list[int]] = []
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
@@ -66,13 +70,27 @@ class UnwrappedStrategy(SyncStrategy):
         module = self.model
         assert module is not None
         topology = discover_topology(self.node_rank, self.root_device)
-        ranks = resolve_replica(self.replica, topology)
-        wire = make_group_wire(ranks, topology, self.counters, self._make_executor().wait, self.step_timeout)
+        self._replicas = resolve_replica(self.replica, topology)
+        wire = make_group_wire(self._replicas, topology, self.counters, self._make_executor().wait, self.step_timeout)
         named = param_specs(module)
         self._reducer = Reducer([spec for spec, _ in named], as_route(Exact()), Wires(wire), seed=self.seed)
         self._marks = GradientMarks((spec.name, p) for spec, p in named)
         self._buckets = _buckets([(s.name, p) for s, p in named], self._ddp_kwargs.get("bucket_cap_mb", 25))
         self._group = wire.group
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def leaders(self) -> tuple[int, ...]:  # noqa: D102 - inherited
+        first = {rank: ranks[0] for ranks in self._replicas for rank in ranks}
+        return tuple(first[rank] for rank in range(self.world_size))
+
+    def replica_state(self) -> ReplicaState | None:  # noqa: D102 - inherited
+        module = self.lightning_module
+        assert module is not None
+        if len(self._replicas) < 2 or self.leaders()[self.global_rank] != self.global_rank:
+            return None
+        parameters = {canonical_name(name): p.detach() for name, p in module.named_parameters()}
+        return ReplicaState(parameters, replica_optimizers(self.optimizers, module))
 
     # ---- training ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,8 @@
+"""What an ordinary checkpoint does not hold: the state of every rank, in a folder beside it."""
+
+from lightning_sync.checkpoint.folder import SyncFolder
+from lightning_sync.checkpoint.manifest import FileEntry, Manifest, ParamEntry
+from lightning_sync.checkpoint.plain import StateFileError
+from lightning_sync.checkpoint.rank_state import RankState, ReplicaState
+
+__all__ = ["FileEntry", "Manifest", "ParamEntry", "RankState", "ReplicaState", "StateFileError", "SyncFolder"]
