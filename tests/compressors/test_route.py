@@ -60,8 +60,10 @@ def test_a_wrong_name_lists_what_is_accepted(wrong: object) -> None:
 
 
 def test_a_rule_without_a_compressor_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"rule '\*' is 'int8', not a Compressor"):
-        Route([("*", "int8")])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"compressor=8: expected one of none, bf16"):
+        Route([("*", 8)])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"rule '\*' is Route.*not a Compressor"):
+        Route([("*", Route([]))])  # type: ignore[list-item]
 
 
 def test_names_cannot_be_taken_twice() -> None:
