@@ -86,10 +86,14 @@ class GroupWire(Wire):
 
     @override
     def any(self, flags: Tensor) -> Tensor:
-        if self.size > 1:
-            self._count_ring(flags)
-            self._wait(dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True))
-        return flags
+        return self.maximum(flags)
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Element-wise maximum over the ranks, in place."""
+        if self.size > 1 and values.numel():
+            self._count_ring(values)
+            self._wait(dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group, async_op=True))
+        return values
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite `tensor` with rank `source`'s (a rank of this group)."""

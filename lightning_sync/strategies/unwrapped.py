@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_sync.checkpoint import ReplicaState
 from lightning_sync.comm.flat_broadcast import broadcast_tensors
@@ -20,6 +21,7 @@ from lightning_sync.reducer import Reducer
 from lightning_sync.replica import Replica, resolve_replica
 from lightning_sync.state import canonical_name
 from lightning_sync.strategies.base import SyncStrategy
+from lightning_sync.strategies.boundary import StepBoundary
 from lightning_sync.strategies.resume import replica_optimizers
 
 
@@ -52,10 +54,12 @@ class UnwrappedStrategy(SyncStrategy):
             )
         self.replica: Replica = replica
         self._blocked = False
-        self._stepped = False
+        self._in_batch = False
+        self._attempted = False
+        self._boundary: StepBoundary | None = None
+        self._inner: Reducer | None = None
         self._marks: GradientMarks | None = None
         self._buckets: list[list[tuple[str, nn.Parameter]]] = []
-        self._group: dist.ProcessGroup | None = None
         self._replicas: list[list[int]] = []
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -65,6 +69,11 @@ class UnwrappedStrategy(SyncStrategy):
         broadcast_tensors([*model.parameters(), *model.buffers()], source=0)
         return model
 
+    def _open(self, trainer: Trainer) -> None:
+        super()._open(trainer)
+        self._boundary = StepBoundary(self._end_batch, self.finish_training)
+        trainer.callbacks.insert(0, self._boundary)  # type: ignore[attr-defined]
+
     def _register_ddp_hooks(self) -> None:
         """Make the replica's group and reducer."""
         module = self.model
@@ -73,10 +82,10 @@ class UnwrappedStrategy(SyncStrategy):
         self._replicas = resolve_replica(self.replica, topology)
         wire = make_group_wire(self._replicas, topology, self.counters, self._make_executor().wait, self.step_timeout)
         named = param_specs(module)
-        self._reducer = Reducer([spec for spec, _ in named], as_route(Exact()), Wires(wire), seed=self.seed)
+        self._inner = Reducer([spec for spec, _ in named], as_route(Exact()), Wires(wire), seed=self.seed)
+        self._reducer = self._inner
         self._marks = GradientMarks((spec.name, p) for spec, p in named)
         self._buckets = _buckets([(s.name, p) for s, p in named], self._ddp_kwargs.get("bucket_cap_mb", 25))
-        self._group = wire.group
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -103,53 +112,87 @@ class UnwrappedStrategy(SyncStrategy):
         finally:
             self._blocked = False
 
-    def begin_batch(self) -> None:
-        """Several backwards of one batch are one step."""
-        self._stepped = False
+    def begin_batch(self) -> None:  # noqa: D102 - inherited
+        self._in_batch = True
+        self._attempted = False
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; notes that this batch holds a step, however many optimisers take part in it."""
+        self._attempted = True
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+    def _end_batch(self) -> None:
+        self._in_batch = False
+        if self._attempted:
+            self._attempted = False
+            self.counters.steps += 1
+            self.after_step()
+
+    def after_step(self) -> None:
+        """Called after every attempted step, once all optimisers and schedulers have stepped."""
+
+    def finish_training(self) -> None:
+        """Called at the end of training, before anybody saves or tests the result."""
+
+    def gradient_reducer(self) -> Reducer:
+        """What averages the gradients of this step: over the replica."""
+        assert self._inner is not None
+        return self._inner
 
     def after_backward(self) -> None:
-        """Average the gradients of the replica, if this was the last backward of the window."""
-        if self._blocked or self._reducer is None:
+        """Average the gradients, if this was the last backward of the window."""
+        if self._blocked or self._inner is None:
             return
-        if not self._stepped:
-            self._reducer.step = self.counters.steps
-            self.counters.steps += 1
-            self._stepped = True
-        if self._reducer.wires.world.size == 1:
-            assert self._marks is not None
+        assert self._marks is not None
+        reducer = self.gradient_reducer()
+        if reducer.wires.world.size == 1:
             self._marks.clear()
             return
+        reducer.step = self.counters.steps
+        self.run_job(lambda: self._average(reducer), f"averaging gradients at step {self.counters.steps}")
+
+    def run_job(self, job: Callable[[], None], where: str) -> None:
+        """Run collectives on the communication thread, and wait for them."""
         assert self._executor is not None
         promise = self._executor.promise(torch.empty(0, device=self.root_device))
-        self._executor.submit(self._average, [promise], f"averaging inside the replica at step {self._reducer.step}")
+        self._executor.submit(job, [promise], where)
         with self.counters.waiting():
             promise.future.wait()
         self._executor.check()
 
-    def _average(self) -> None:
-        assert self._reducer is not None
+    def _average(self, reducer: Reducer) -> None:
         assert self._marks is not None
         names = [name for bucket in self._buckets for name, _ in bucket]
-        # Ranks that disagree about which gradients exist would add up different parameters. Asking costs a small
-        # all-reduce, on CUDA also a stop of the host, so there it is asked for.
-        if self._ddp_kwargs.get("find_unused_parameters", False) or self.root_device.type == "cpu":
-            used = {n for n, yes in zip(names, self._marks.used_anywhere(names, self._reducer), strict=True) if yes}
-        else:
-            used = {name for name in names if name in self._marks}
+        used = self._used(names, reducer)
         for bucket in self._buckets:
             members = [(name, p) for name, p in bucket if name in used]
             if members:
-                self._reducer.reduce([name for name, _ in members], [_gradient(p) for _, p in members])
+                reducer.reduce([name for name, _ in members], [_gradient(p) for _, p in members])
         self._marks.clear()
         module = self.lightning_module
         assert module is not None
-        wire = self._reducer.wires.world
-        broadcast_tensors(list(module.buffers()), source=0, wire=wire)
+        broadcast_tensors(list(module.buffers()), source=0, wire=reducer.wires.world)
+
+    def _used(self, names: Sequence[str], reducer: Reducer) -> set[str]:
+        """The parameters that any rank has used since the marks were cleared.
+
+        Ranks that disagree about which gradients exist would add up different parameters. Asking costs a small
+        all-reduce, on CUDA also a stop of the host, so there it is asked for.
+        """
+        assert self._marks is not None
+        if self._ddp_kwargs.get("find_unused_parameters", False) or self.root_device.type == "cpu":
+            return {n for n, yes in zip(names, self._marks.used_anywhere(names, reducer), strict=True) if yes}
+        return {name for name in names if name in self._marks}
 
     def _close(self) -> None:
+        trainer = self.attached_trainer()
+        if self._boundary is not None and trainer is not None and self._boundary in trainer.callbacks:  # type: ignore[attr-defined]
+            trainer.callbacks.remove(self._boundary)  # type: ignore[attr-defined]
+        self._boundary = None
         if self._marks is not None:
             self._marks.close()
             self._marks = None
+        self._inner = None
         super()._close()
 
 

@@ -1,0 +1,218 @@
+"""The outer loop: replicas' deltas become one, an outer optimiser applies it to the anchor, replicas take the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sync.comm.wire import GroupWire
+from lightning_sync.periodic.anchor import Fragment
+from lightning_sync.periodic.buffers import BufferMerge
+from lightning_sync.periodic.outer import OuterFactory, build_outer
+from lightning_sync.reducer import Reducer
+
+OuterScheduler = Callable[[Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+@dataclass
+class InFlight:
+    """An exchange that has started and not ended.
+
+    Attributes:
+        deltas: This rank's, overwritten by the combined ones; in the fragment's order.
+        buffers: This rank's buffers, then the merged ones; empty if they do not travel with this fragment.
+        proposal: Proposed next period, then the agreed one; 0 for a fixed period.
+    """
+
+    deltas: list[Tensor]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    proposal: int = 0
+
+
+class OuterLoop:
+    r"""Anchor, outer optimiser and fragments of one replica.
+
+    With a the anchor and :math:`w_r` the parameters of replica r, an exchange is
+
+    .. math:: d = \tfrac1N \sum_r C(a - w_r), \qquad a \leftarrow \mathrm{outer}(a, d), \qquad
+              w_r \leftarrow \lambda w_r + (1 - \lambda) a
+
+    Compressors C, biased ones with their residuals, act on differences only, never on parameters.
+
+    Args:
+        fragments: The parameters by fragment.
+        reducer: Combines deltas over all ranks; made from the fragments' specs.
+        outer: See `build_outer`.
+        scheduler: Makes a torch scheduler for the outer optimiser, stepped once per round of all fragments.
+        buffers: How buffers become one; they travel with the last fragment.
+        local_weight: lambda.
+        elastic: beta of elastic averaging, `None` for none. Replicas then are pulled towards the anchor by beta/N and
+            keep the rest, and the anchor moves by beta d (Zhang et al. 2015, equations 5 and 6 in their synchronous
+            form): pass an outer optimiser of learning rate beta without momentum.
+        replicas: N.
+    """
+
+    def __init__(
+        self,
+        fragments: Sequence[Fragment],
+        reducer: Reducer,
+        outer: OuterFactory | None,
+        scheduler: OuterScheduler | None,
+        buffers: BufferMerge,
+        *,
+        local_weight: float = 0.0,
+        elastic: float | None = None,
+        replicas: int = 1,
+    ) -> None:
+        self.fragments = list(fragments)
+        self.reducer = reducer
+        self.buffers = buffers
+        self.local_weight = local_weight
+        self.elastic = elastic
+        self._replicas = replicas
+        self.optimizer = build_outer(outer, [a for f in self.fragments for a in f.anchor])
+        self.scheduler = None if scheduler is None else scheduler(self.optimizer)
+        self.merged_buffers: dict[str, Tensor] = {}
+        self.in_flight: dict[int, InFlight] = {}
+        self.exchanges = 0
+        self._names = {id(a): n for f in self.fragments for n, a in zip(f.names, f.anchor, strict=True)}
+        self._scratch: dict[torch.dtype, Tensor] = {}
+
+    @property
+    def wire(self) -> GroupWire:
+        """All ranks."""
+        return self.reducer.wires.world
+
+    def capture(self) -> None:
+        """Agree on the parameters and buffers as they are, which must be equal on all ranks."""
+        for fragment in self.fragments:
+            fragment.capture()
+        self.merged_buffers = self.buffers.snapshot()
+
+    # ---- an exchange: start and finish on the training thread, run on the communication thread ----------------------
+
+    def start(self, index: int, proposal: int = 0) -> None:
+        """Take this rank's delta of a fragment, to be combined while training may go on."""
+        fragment = self.fragments[index]
+        deltas = fragment.delta(self._buffer(fragment))
+        if self.elastic is not None:
+            fragment.pull(deltas, self.elastic / self._replicas)
+        carries = index == len(self.fragments) - 1
+        self.in_flight[index] = InFlight(deltas, self.buffers.snapshot() if carries else {}, proposal)
+
+    def run(self, index: int, step: int) -> None:
+        """Combine (collective)."""
+        flight, fragment = self.in_flight[index], self.fragments[index]
+        self.reducer.step = step
+        self.reducer.reduce(fragment.names, flight.deltas)
+        if flight.buffers:
+            flight.buffers = self.buffers.merge(flight.buffers, self.wire)
+        if flight.proposal:
+            agreed = torch.tensor([flight.proposal], dtype=torch.int64, device=flight.deltas[0].device)
+            flight.proposal = int(self.wire.maximum(agreed))
+
+    def finish(self, index: int, inner_lr: float, *, last: bool = False) -> int:
+        """Apply the outer optimiser and take the result over; returns the agreed next period (0 if it is fixed).
+
+        Args:
+            index: The fragment.
+            inner_lr: The inner optimiser's learning rate now.
+            last: Replicas become the anchor, whatever `local_weight` and `elastic` say: the end of training.
+        """
+        flight, fragment = self.in_flight.pop(index), self.fragments[index]
+        for anchor, delta in zip(fragment.anchor, flight.deltas, strict=True):
+            anchor.grad = delta
+        for group in self.optimizer.param_groups:
+            if "inner_lr" in group:
+                group["inner_lr"] = inner_lr
+        self.optimizer.step()
+        for anchor in fragment.anchor:
+            anchor.grad = None
+        keep = 0.0 if last else 1.0 if self.elastic is not None else self.local_weight
+        fragment.merge(keep)
+        if index == len(self.fragments) - 1:
+            if flight.buffers:
+                self.merged_buffers = flight.buffers
+                self.buffers.write(flight.buffers, 0.0 if last else self.local_weight)
+            self.exchanges += 1
+            if self.scheduler is not None:
+                self.scheduler.step()
+        return flight.proposal
+
+    def _buffer(self, fragment: Fragment) -> Tensor:
+        """Room for the largest fragment's deltas; at most one exchange is in flight at a time."""
+        dtype, device = fragment.flat.dtype, fragment.flat.device
+        if dtype not in self._scratch:
+            size = max(f.numel for f in self.fragments if f.flat.dtype == dtype)
+            self._scratch[dtype] = torch.empty(size, dtype=dtype, device=device)
+        return self._scratch[dtype]
+
+    # ---- consensus and state -----------------------------------------------------------------------------------------
+
+    def consensus(self) -> dict[str, Tensor]:
+        """Anchor and merged buffers by name: what all ranks agree on."""
+        values: dict[str, Tensor] = dict(self.merged_buffers)
+        for fragment in self.fragments:
+            values.update(zip(fragment.names, fragment.anchor, strict=True))
+        return values
+
+    def numbers(self) -> dict[str, int | float]:
+        """Counts and learning rates; the same on all ranks. No exchange may be running."""
+        numbers: dict[str, int | float] = {"exchanges": self.exchanges}
+        for i, group in enumerate(self.optimizer.param_groups):
+            numbers[f"lr/{i}"] = float(group["lr"])
+        if self.scheduler is not None:
+            numbers["scheduler"] = int(self.scheduler.last_epoch)
+        for index, flight in self.in_flight.items():
+            numbers[f"in_flight/{index}"] = flight.proposal
+        return numbers
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Anchor, outer optimiser, merged buffers and combined deltas, by kind and name; the same on all ranks."""
+        found: dict[str, dict[str, Tensor]] = {"anchor": {}, "merged_buffers": dict(self.merged_buffers)}
+        for fragment in self.fragments:
+            found["anchor"].update(fragment.state_dict())
+        for anchor, state in self.optimizer.state.items():
+            for kind, value in state.items():
+                tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+                found.setdefault(f"outer/{kind}", {})[self._names[id(anchor)]] = tensor.detach().clone()
+        for index, flight in self.in_flight.items():
+            names = self.fragments[index].names
+            found.setdefault("in_flight", {}).update(
+                {n: d.detach().clone() for n, d in zip(names, flight.deltas, strict=True)}
+            )
+            if flight.buffers:
+                found["in_flight_buffers"] = dict(flight.buffers)
+        return found
+
+    def load(self, numbers: Mapping[str, int | float], tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Restore what `numbers` and `tensors` returned, in a loop of the same fragments.
+
+        Raises:
+            ValueError: for an anchor that does not fit.
+        """
+        for fragment in self.fragments:
+            fragment.load_state_dict(tensors["anchor"])
+        self.merged_buffers = {name: value.clone() for name, value in tensors["merged_buffers"].items()}
+        self.exchanges = int(numbers["exchanges"])
+        for i, group in enumerate(self.optimizer.param_groups):
+            group["lr"] = numbers.get(f"lr/{i}", group["lr"])
+        if self.scheduler is not None and "scheduler" in numbers:
+            self.scheduler.last_epoch = int(numbers["scheduler"])
+        by_name = {self._names[id(a)]: a for f in self.fragments for a in f.anchor}
+        for kind, values in tensors.items():
+            if kind.startswith("outer/"):
+                for name, value in values.items():
+                    self.optimizer.state[by_name[name]][kind.removeprefix("outer/")] = value.clone()
+        for key, proposal in numbers.items():
+            if key.startswith("in_flight/"):
+                fragment = self.fragments[int(key.removeprefix("in_flight/"))]
+                deltas = fragment.views(self._buffer(fragment))
+                with torch.no_grad():
+                    torch._foreach_copy_(deltas, [tensors["in_flight"][n] for n in fragment.names])
+                buffers = dict(tensors.get("in_flight_buffers", {})) if fragment is self.fragments[-1] else {}
+                self.in_flight[int(key.removeprefix("in_flight/"))] = InFlight(deltas, buffers, int(proposal))
