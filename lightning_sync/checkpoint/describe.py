@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+
+from torch import Tensor
 
 from lightning_sync.checkpoint.folder import SyncFolder
 from lightning_sync.checkpoint.manifest import Manifest, file_name
@@ -57,17 +60,24 @@ def _nodes(manifest: Manifest) -> str:
 
 def _rank(state: RankState, size: int) -> list[str]:
     lines = [f"rank {state.rank}: {size:,} bytes"]
-    for kind, tensors in sorted(state.tensors.items()):
-        elements = sum(t.numel() for t in tensors.values())
-        norm = sum(float(t.double().square().sum()) for t in tensors.values()) ** 0.5
-        lines.append(f"  {kind:<16} {len(tensors)} parameters, {elements:,} elements, norm {norm:.6g}")
+    lines += [_tensors(kind, tensors, "parameters") for kind, tensors in sorted(state.tensors.items())]
     if state.buffers:
         lines.append(f"  {'buffers':<16} {len(state.buffers)}")
     if state.replica is not None:
         n = len(state.replica.optimizers)
         lines.append(f"  {'replica':<16} {len(state.replica.parameters)} parameters, {n} optimisers")
+    if state.mode.numbers:
+        lines.append(f"  {'mode':<16} {', '.join(f'{k} {v!r}' for k, v in sorted(state.mode.numbers.items()))}")
+    for held, where in ((state.mode.replicated, "tensors, alike on all ranks"), (state.mode.local, "tensors")):
+        lines += [_tensors(kind, tensors, where) for kind, tensors in sorted(held.items()) if tensors]
     if state.scaler is not None:
         lines.append(f"  {'loss scaler':<16} scale {state.scaler.get('scale')}")
     present = ", ".join(name for name, value in state.random.items() if value is not None)
     lines.append(f"  {'generators':<16} {present}")
     return lines
+
+
+def _tensors(kind: str, tensors: Mapping[str, Tensor], what: str) -> str:
+    elements = sum(t.numel() for t in tensors.values())
+    norm = sum(float(t.double().square().sum()) for t in tensors.values()) ** 0.5
+    return f"  {kind:<16} {len(tensors)} {what}, {elements:,} elements, norm {norm:.6g}"

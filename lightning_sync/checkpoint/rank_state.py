@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from lightning_sync.checkpoint.manifest import Manifest
+from lightning_sync.checkpoint.mode_state import ModeState
 from lightning_sync.checkpoint.plain import StateFileError, is_count, is_tensors, require, to_plain
 from lightning_sync.state import Cover
 
-FORMAT = 1
-_FIELDS = {"format", "save", "rank", "counters", "tensors", "covers", "buffers", "replica", "scaler", "random"}
+FORMAT = 2
+_OWN = {"counters", "tensors", "covers", "buffers", "replica", "mode", "scaler", "random"}
+_FIELDS = {"format", "save", "rank"} | _OWN
 
 
 @dataclass
@@ -42,6 +44,7 @@ class RankState:
         covers: Which elements the tensors of undelivered kinds stand for.
         buffers: This rank's buffers, which may differ from rank 0's.
         replica: Set on the first rank of each replica, where replicas differ.
+        mode: What the mode keeps for itself.
         scaler: State of the loss scaler, if there is one.
         random: States of the random generators, see `lightning_sync.checkpoint.rngs`.
     """
@@ -53,6 +56,7 @@ class RankState:
     covers: dict[str, dict[str, Cover]] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     replica: ReplicaState | None = None
+    mode: ModeState = field(default_factory=ModeState)
     scaler: dict[str, Any] | None = None
     random: dict[str, Any] = field(default_factory=dict)
 
@@ -65,9 +69,10 @@ class RankState:
         plain = to_plain(
             {
                 "format": FORMAT,
-                **{name: getattr(self, name) for name in _FIELDS - {"format", "covers", "replica"}},
+                **{name: getattr(self, name) for name in _FIELDS - {"format", "covers", "replica", "mode"}},
                 "covers": {k: {n: list(astuple(c)) for n, c in covers.items()} for k, covers in self.covers.items()},
                 "replica": None if self.replica is None else dict(vars(self.replica)),
+                "mode": dict(vars(self.mode.as_saved_by(self.rank))),
             },
             "state",
         )
@@ -117,6 +122,7 @@ class RankState:
             covers=covers,
             buffers=raw["buffers"],
             replica=None if replica is None else ReplicaState(**replica),
+            mode=ModeState.parse(raw["mode"], rank),
             scaler=raw["scaler"],
             random=raw["random"],
         )

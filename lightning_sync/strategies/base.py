@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,13 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sync import _compat, aggregators, compressors
 from lightning_sync.aggregators import Aggregator
-from lightning_sync.checkpoint import ReplicaState
 from lightning_sync.checks import check_flags, check_integer, check_positive, check_seconds
 from lightning_sync.comm.counters import Counters
 from lightning_sync.comm.failure import RemoteFailure
@@ -34,6 +32,7 @@ from lightning_sync.comm.watch import Watcher
 from lightning_sync.comm.worker import Executor, executor_for
 from lightning_sync.compressors import Compressor, ErrorFeedback, Route
 from lightning_sync.reducer import Reducer
+from lightning_sync.strategies.hooks import ModeHooks
 from lightning_sync.strategies.resume import Keeper
 from lightning_sync.validity import check_combination
 
@@ -42,7 +41,7 @@ log = logging.getLogger(__name__)
 _FLAGS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
 
 
-class SyncStrategy(DDPStrategy):
+class SyncStrategy(ModeHooks, DDPStrategy):
     """Base class of all strategies; see the subclasses for when replicas meet.
 
     Args:
@@ -67,8 +66,6 @@ class SyncStrategy(DDPStrategy):
     Raises:
         ValueError, TypeError: for a wrong name or value, at construction.
     """
-
-    mode: str
 
     def __init__(
         self,
@@ -106,27 +103,6 @@ class SyncStrategy(DDPStrategy):
         self._executor: Executor | None = None
         self._keeper = Keeper(self)
         super().__init__(**kwargs)
-
-    # ---- what subclasses say -----------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def after_backward(self) -> None:
-        """Called when gradients are complete, before `on_after_backward`, clipping and the optimiser step."""
-
-    def begin_batch(self) -> None:
-        """Called before every training batch."""
-
-    def leaders(self) -> tuple[int, ...]:
-        """For every rank, the first rank of its replica: 0 where all replicas are equal after every step."""
-        return (0,) * self.world_size
-
-    def replica_state(self) -> ReplicaState | None:
-        """What has to be saved of this rank's replica, if replicas differ and this is its first rank."""
-        return None
-
-    def bucket_order(self) -> Sequence[nn.Parameter]:
-        """The parameters in the order in which they lie in buckets, if that order is found out by training."""
-        return ()
 
     # ---- public ------------------------------------------------------------------------------------------------------
 

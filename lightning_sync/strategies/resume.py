@@ -7,26 +7,23 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
 
 from lightning_sync import _compat, compressors
-from lightning_sync.checkpoint import FileEntry, Manifest, ParamEntry, RankState, StateFileError, SyncFolder
+from lightning_sync.checkpoint import FileEntry, Manifest, ParamEntry, RankState, SyncFolder
 from lightning_sync.checkpoint.manifest import file_name, is_save
-from lightning_sync.checkpoint.optimizers import fitting, optimizer_state
 from lightning_sync.checkpoint.plain import dtype_name, require
-from lightning_sync.checkpoint.respread import Gathered
-from lightning_sync.checkpoint.rngs import generators_state, set_generators
+from lightning_sync.checkpoint.rngs import generators_state
 from lightning_sync.comm.board import Board
 from lightning_sync.ddp_hook import param_specs
-from lightning_sync.state import canonical_name
+from lightning_sync.strategies import restore
+from lightning_sync.strategies.restore import Found
 
 if TYPE_CHECKING:
     from lightning_sync.strategies.base import SyncStrategy
@@ -36,16 +33,6 @@ log = logging.getLogger(__name__)
 #: The key under which the ordinary checkpoint names the folder beside it.
 TAG = "lightning_sync"
 _SAVE_WITHIN = 1800.0
-
-
-@dataclass
-class _Found:
-    """Sync state found beside the checkpoint that is being loaded, and, once read, what is applied last."""
-
-    folder: SyncFolder
-    manifest: Manifest
-    own: RankState | None = None
-    optimizers: list[dict[str, Any]] | None = None
 
 
 class Keeper:
@@ -65,7 +52,7 @@ class Keeper:
         self._board: Board | None = None
         self._order: tuple[str, ...] | None = None
         self._newest: dict[Path, str] = {}
-        self._found: _Found | None = None
+        self._found: Found | None = None
 
     def open(self, run: str) -> None:
         """Begin a fit; `run` is its random id, the same on all ranks."""
@@ -147,8 +134,9 @@ class Keeper:
             counters=strategy.counters.state_dict(),
             tensors={} if reducer is None else reducer.state_dict(),
             covers={} if reducer is None else reducer.covers(),
-            buffers=_buffers(module),
+            buffers=restore.buffers_of(module),
             replica=strategy.replica_state(),
+            mode=strategy.mode_state(),
             scaler=None if scaler is None else scaler.state_dict(),
             random=generators_state(strategy.root_device),
         )
@@ -239,7 +227,7 @@ class Keeper:
                 "residuals, factors and random generators start afresh. Move both together to keep it."
             )
             return
-        self._found = _Found(folder, folder.manifest(tag["save"], tag["checksum"]))
+        self._found = Found(folder, folder.manifest(tag["save"], tag["checksum"]))
 
     def order_to_pin(self) -> tuple[str, ...]:
         """The order of DDP's buckets in the run that is resumed; empty where there is nothing to keep."""
@@ -259,109 +247,17 @@ class Keeper:
             return
         now = self._manifest("", {}, ())
         if now.layout == self._found.manifest.layout:
-            self._apply_own(self._found)
+            restore.take_over(self._strategy, self._found)
         else:
-            self._apply_spread(self._found, now)
+            restore.spread(self._strategy, self._found, now)
 
     def finish(self) -> None:
-        """Put back what Lightning would overwrite: optimisers of this replica, loss scaler, random generators."""
+        """Put back what Lightning would overwrite, once it has loaded the optimisers."""
         found, self._found = self._found, None
-        if found is None or found.own is None:
-            return
-        strategy, own = self._strategy, found.own
-        for optimizer, state in zip(strategy.optimizers, found.optimizers or [], strict=False):
-            optimizer.load_state_dict(state)
-        scaler = getattr(strategy.precision_plugin, "scaler", None)
-        if scaler is not None and own.scaler is not None:
-            scaler.load_state_dict(own.scaler)
-        set_generators(own.random, strategy.root_device)
-
-    def _apply_own(self, found: _Found) -> None:
-        """Rank r takes over rank r's state, bit for bit."""
-        strategy, manifest = self._strategy, found.manifest
-        module = strategy.lightning_module
-        assert module is not None
-        own = found.folder.read(manifest, strategy.global_rank)
-        moves = _moves(own.buffers, _buffers(module, copy=False), "buffer")
-        leader = manifest.leaders[strategy.global_rank]
-        if set(manifest.leaders) != {0}:
-            replica = (own if leader == own.rank else found.folder.read(manifest, leader)).replica
-            if replica is None:
-                raise StateFileError(f"rank {leader} is the first of its replica, but its file holds no parameters")
-            names = {p: canonical_name(name) for name, p in module.named_parameters()}
-            moves += _moves(replica.parameters, {name: p for p, name in names.items()}, "parameter")
-            require(
-                len(replica.optimizers) == len(strategy.optimizers),
-                f"{len(replica.optimizers)} optimisers were saved, this run has {len(strategy.optimizers)}",
-            )
-            found.optimizers = [
-                fitting(o, state, names) for o, state in zip(strategy.optimizers, replica.optimizers, strict=True)
-            ]
-        if strategy._reducer is not None:
-            strategy._reducer.load_state_dict(own.tensors)
-        with torch.no_grad():
-            for target, value in moves:
-                target.copy_(value)
-        strategy.counters.load_state_dict(own.counters)
-        found.own = own
-        rank_zero_info(f"Resumed the state of all {manifest.world_size} ranks at step {manifest.step}, bit for bit.")
-
-    def _apply_spread(self, found: _Found, now: Manifest) -> None:
-        """Other ranks, mode or compressor: keep what can be kept, and say what starts afresh."""
-        strategy, manifest = self._strategy, found.manifest
-        sizes = {name: p.numel for name, p in manifest.parameters.items()}
-        gathered = Gathered.of((found.folder.read(manifest, r) for r in range(manifest.world_size)), sizes)
-        lost: list[str] = []
-        if strategy._reducer is not None:
-            taken, lost = gathered.shares(strategy._reducer)
-            strategy._reducer.load_state_dict(taken)
-        elif gathered.owed:
-            lost = [f"what was owed to {len(gathered.owed)} parameters, since nothing is compressed now"]
-        strategy.counters.steps = manifest.step
-        changed = [
-            f"{name} {before!r} -> {after!r}"
-            for name, before, after in (
-                ("mode", manifest.mode, now.mode),
-                ("ranks", manifest.world_size, now.world_size),
-                ("compressor", manifest.compressor, now.compressor),
-            )
-            if before != after
-        ]
-        if set(manifest.leaders) != {0}:
-            lost.append("parameters and optimiser states of every replica but rank 0's")
-        lost.append("random generators and loss scalers of each rank")
-        rank_zero_info(
-            f"Resumed at step {manifest.step} in another layout ({', '.join(changed) or 'options differ'}): what was "
-            f"owed to {len(gathered.owed)} parameters is spread evenly over the ranks. Afresh start: {'; '.join(lost)}."
-        )
+        if found is not None:
+            restore.finish(self._strategy, found)
 
 
 def _describe(compressor: object) -> str:
     """How a compressor prints, without addresses, which differ from run to run."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(compressor))
-
-
-def _buffers(module: nn.Module, *, copy: bool = True) -> dict[str, Tensor]:
-    """The buffers that a checkpoint holds, by name."""
-    kept = {canonical_name(name) for name in module.state_dict(keep_vars=True)}
-    named = ((canonical_name(name), b) for name, b in module.named_buffers())
-    return {name: b.detach().clone() if copy else b for name, b in named if name in kept}
-
-
-def _moves(values: Mapping[str, Tensor], targets: Mapping[str, Tensor], what: str) -> list[tuple[Tensor, Tensor]]:
-    require(
-        set(values) == set(targets),
-        f"the saved {what}s are not those of this model: {sorted(set(values) ^ set(targets))}",
-    )
-    for name, value in values.items():
-        require(
-            value.shape == targets[name].shape and value.dtype == targets[name].dtype,
-            f"{what} {name!r} was saved as {tuple(value.shape)} {value.dtype}",
-        )
-    return [(targets[name], value) for name, value in values.items()]
-
-
-def replica_optimizers(optimizers: list[torch.optim.Optimizer], module: nn.Module) -> list[dict[str, Any]]:
-    """The optimisers' states by parameter name."""
-    names = {p: canonical_name(name) for name, p in module.named_parameters()}
-    return [optimizer_state(optimizer, names) for optimizer in optimizers]

@@ -22,7 +22,7 @@ from lightning_sync.replica import Replica, resolve_replica
 from lightning_sync.state import canonical_name
 from lightning_sync.strategies.base import SyncStrategy
 from lightning_sync.strategies.boundary import StepBoundary
-from lightning_sync.strategies.resume import replica_optimizers
+from lightning_sync.strategies.restore import replica_optimizers
 
 
 class UnwrappedStrategy(SyncStrategy):

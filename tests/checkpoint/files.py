@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_sync.checkpoint import FileEntry, Manifest, ParamEntry, RankState, ReplicaState, SyncFolder
+from lightning_sync.checkpoint import FileEntry, Manifest, ModeState, ParamEntry, RankState, ReplicaState, SyncFolder
 from lightning_sync.checkpoint.manifest import file_name
 from lightning_sync.checkpoint.plain import dtype_name
 from lightning_sync.checkpoint.rngs import generators_state
@@ -66,6 +66,11 @@ def rank_states(reducers: Sequence[Reducer], save: str = SAVE) -> list[RankState
             reducer.covers(),
             buffers={"norm.running_mean": torch.full((3,), float(rank))},
             replica=ReplicaState({"a": torch.ones(3)}, [{"state": {}, "groups": []}]) if rank == 0 else None,
+            mode=ModeState(
+                {"clock": 3 + rank, "weight": 0.5, "in_flight": None},
+                {"anchor": {"a": torch.full((40, 30), 2.0)}, "outer": {"a": torch.ones(3)}},
+                {"pushed": {"a": torch.full((3,), float(rank))}},
+            ),
             scaler={"scale": 1024.0, "_growth_tracker": 3},
             random=generators_state(torch.device("cpu")),
         )

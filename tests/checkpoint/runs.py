@@ -47,6 +47,15 @@ class Seen:
     said: list[str] = field(default_factory=list)
 
 
+def generators() -> dict[str, Tensor]:
+    """Where the process's random generators stand."""
+    return {
+        "python": torch.tensor(random.getstate()[1]),
+        "numpy": torch.from_numpy(np.random.get_state()[1].astype(np.int64)),
+        "torch": torch.get_rng_state(),
+    }
+
+
 class Peek(Callback):
     """Copies the reducer's state before teardown drops it."""
 
@@ -62,6 +71,11 @@ class Peek(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         reducer: Reducer | None = getattr(trainer.strategy, "_reducer", None)
         self.state = {} if reducer is None else reducer.state_dict()
+        if isinstance(trainer.strategy, SyncStrategy):
+            mode = trainer.strategy.mode_state()
+            held = {**mode.replicated, **mode.local}
+            self.state |= {kind: {n: t.clone() for n, t in tensors.items()} for kind, tensors in held.items()}
+        self.state["generators"] = generators()
         states = trainer.optimizers[0].state_dict()["state"]
         self.optimizer = [v.clone() for s in states.values() for v in s.values() if isinstance(v, Tensor)]
 

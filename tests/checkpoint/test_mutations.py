@@ -180,8 +180,8 @@ def test_code_in_a_file_is_not_run_even_with_the_right_hash(saved: tuple[Path, M
     assert not target.exists()
 
 
-def contents(checkpoint: Path) -> dict[str, Any]:
-    path = SyncFolder(checkpoint).path / SAVE / file_name(0)
+def contents(checkpoint: Path, rank: int = 0) -> dict[str, Any]:
+    path = SyncFolder(checkpoint).path / SAVE / file_name(rank)
     return dict(torch.load(path, weights_only=True))
 
 
@@ -203,6 +203,17 @@ RANK_FILES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "steps as text": lambda s: s["counters"].update(steps="7"),
     "counters as a list": lambda s: s.update(counters=[7]),
     "a replica without parameters": lambda s: s["replica"].pop("parameters"),
+    "a mode without numbers": lambda s: s["mode"].pop("numbers"),
+    "a mode with more": lambda s: s["mode"].update(more={}),
+    "a mode as a list": lambda s: s.update(mode=[]),
+    "a tensor for a number": lambda s: s["mode"]["numbers"].update(clock=torch.tensor(3)),
+    "a list for a number": lambda s: s["mode"]["numbers"].update(clock=[3]),
+    "a number without a name": lambda s: s["mode"]["numbers"].update({3: 3}),
+    "replicated and numbers swapped": lambda s: swap_values(s["mode"], "replicated", "numbers"),
+    "a kind that is a tensor": lambda s: s["mode"]["local"].update(pushed=torch.zeros(3)),
+    "a kind of numbers": lambda s: s["mode"]["replicated"].update(anchor={"a": 2.0}),
+    "a kind without a name": lambda s: s["mode"]["local"].update({1: {}}),
+    "a sparse anchor": lambda s: s["mode"]["replicated"]["anchor"].update(a=torch.zeros(9).to_sparse()),
     "a scaler as a number": lambda s: s.update(scaler=1.0),
 }
 
@@ -220,15 +231,28 @@ def test_rank_files_that_contradict_themselves_are_refused(name: str, saved: tup
         read_all(checkpoint, None)
 
 
-def resign(checkpoint: Path, content: bytes) -> None:
-    """Put `content` in place of rank 0's file and make the manifest agree."""
+def resign(checkpoint: Path, content: bytes, rank: int = 0) -> None:
+    """Put `content` in place of a rank's file and make the manifest agree."""
     import hashlib
 
     folder = SyncFolder(checkpoint).path / SAVE
-    (folder / file_name(0)).write_bytes(content)
+    (folder / file_name(rank)).write_bytes(content)
     raw = json.loads((folder / "manifest.json").read_text())
-    raw["files"][file_name(0)] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    raw["files"][file_name(rank)] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     seal(folder / "manifest.json", raw)
+
+
+def test_replicated_state_is_in_the_file_of_rank_0_alone(saved: tuple[Path, Manifest]) -> None:
+    checkpoint, _ = saved
+    state = contents(checkpoint, rank=2)
+    assert state["mode"]["replicated"] == {"anchor": {}, "outer": {}}
+    assert float(state["mode"]["local"]["pushed"]["a"][0]) == 2
+    state["mode"]["replicated"]["anchor"] = {"a": torch.ones(3)}
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    resign(checkpoint, buffer.getvalue(), rank=2)
+    with pytest.raises(StateFileError, match="belong to rank 0"):
+        read_all(checkpoint, None)
 
 
 def test_an_unchanged_file_that_is_signed_anew_is_read(saved: tuple[Path, Manifest]) -> None:
@@ -255,7 +279,16 @@ def test_inspect_tells_what_is_inside_and_refuses_what_is_damaged(saved: tuple[P
     checkpoint, _ = saved
     text = describe(checkpoint)
     assert text == describe(f"{checkpoint}.sync")
-    for expected in ("strict, compressor int8", "step        7", "rank 2:", "owner_residual", "scale 1024.0"):
+    for expected in (
+        "strict, compressor int8",
+        "step        7",
+        "rank 2:",
+        "owner_residual",
+        "scale 1024.0",
+        "clock 5",
+        "anchor",
+        "pushed",
+    ):
         assert expected in text
     flip(random.Random(0), SyncFolder(checkpoint).path / SAVE / file_name(2))
     with pytest.raises(StateFileError, match="SHA-256"):

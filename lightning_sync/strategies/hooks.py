@@ -1,0 +1,60 @@
+"""What a mode may say, beside when its replicas meet."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_sync.checkpoint import ModeState, ReplicaState
+
+
+class ModeHooks:
+    """The methods by which `SyncStrategy` asks its subclasses; all but one have a default.
+
+    Attributes:
+        mode: The mode's name in logs, saved state and the table of what composes.
+    """
+
+    mode: str
+    world_size: int
+
+    @abstractmethod
+    def after_backward(self) -> None:
+        """Called when gradients are complete, before `on_after_backward`, clipping and the optimiser step."""
+
+    def begin_batch(self) -> None:
+        """Called before every training batch."""
+
+    def leaders(self) -> tuple[int, ...]:
+        """For every rank, the first rank of its replica: 0 where all replicas are equal after every step."""
+        return (0,) * self.world_size
+
+    def replica_state(self) -> ReplicaState | None:
+        """What has to be saved of this rank's replica, if replicas differ and this is its first rank."""
+        return None
+
+    def mode_state(self) -> ModeState:
+        """What this mode keeps between steps for itself, such as an anchor (nothing here); it is copied at once."""
+        return ModeState()
+
+    def load_mode_state(self, state: ModeState, *, same: bool) -> Sequence[str]:
+        """Put back what `mode_state` returned, after setup and before the first step.
+
+        Args:
+            state: This rank's own, bit for bit, or in another layout rank 0's without what was local.
+            same: Whether ranks, replicas, mode and compressors are those of the run that saved it.
+
+        Returns:
+            What starts afresh, in words for the log.
+        """
+        return [", ".join(state.kinds)]
+
+    def takes_state_of(self, mode: str) -> bool:
+        """Whether `load_mode_state` can do something with the state of a run in this mode."""
+        return mode == self.mode
+
+    def bucket_order(self) -> Sequence[nn.Parameter]:
+        """The parameters in the order in which they lie in buckets, if that order is found out by training."""
+        return ()
