@@ -14,8 +14,10 @@ from lightning_sync.compressors import (
     PowerSGD,
     Route,
 )
+from lightning_sync.periodic.outer import Nesterov, SlowMo
+from lightning_sync.periodic.period import Growing, Period, QuadraticRule, Seconds
 from lightning_sync.precision import WirePrecision
-from lightning_sync.strategies import StrictStrategy, UnwrappedStrategy, register, strategy
+from lightning_sync.strategies import HybridStrategy, StrictStrategy, UnwrappedStrategy, register, strategy
 
 __version__ = "0.1.0"
 
@@ -29,9 +31,16 @@ __all__ = [
     "Compressor",
     "ErrorFeedback",
     "Exact",
+    "Growing",
+    "HybridStrategy",
     "Mean",
+    "Nesterov",
+    "Period",
     "PowerSGD",
+    "QuadraticRule",
     "Route",
+    "Seconds",
+    "SlowMo",
     "StrictStrategy",
     "UnwrappedStrategy",
     "WirePrecision",

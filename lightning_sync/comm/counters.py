@@ -19,6 +19,7 @@ class Counters:
 
     Attributes:
         steps: Steps whose gradients were reduced.
+        exchanges: Exchanges between replicas that took effect, in modes that do not meet in every step.
         collectives: Collectives issued for reductions.
         messages: Messages these sent to other nodes (each costs some 100 bytes of headers on top).
         payload_bytes: Bytes handed to them.
@@ -29,6 +30,7 @@ class Counters:
     """
 
     steps: int = 0
+    exchanges: int = 0
     collectives: int = 0
     messages: int = 0
     payload_bytes: int = 0

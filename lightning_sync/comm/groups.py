@@ -60,6 +60,7 @@ def make_wires(
     wait: Callable[[dist.Work], None] | None = None,
     two_level: bool | None = None,
     timeout: float | None = None,
+    backend: str | None = None,
 ) -> Wires:
     """Create the groups for reductions over all ranks.
 
@@ -68,6 +69,7 @@ def make_wires(
         counters: Where their bytes are counted.
         wait: See `GroupWire`.
         timeout: Seconds after which a collective of these groups fails, and they with it; `None`: torch's default.
+        backend: Of these groups; `None`: the default group's.
         two_level: Reduce inside each node first, exactly, and between nodes only this node's share per rank. `None`:
             when there are several nodes with several ranks each.
 
@@ -79,18 +81,20 @@ def make_wires(
             f"two_level=True needs the same number of ranks on every node, got {sorted(topology.by_node().items())}. "
             "Start equal numbers, or use two_level=False."
         )
-    wires = Wires(GroupWire(_group(list(range(topology.size)), topology.rank, timeout), topology, counters, wait))
+    wires = Wires(
+        GroupWire(_group(list(range(topology.size)), topology.rank, timeout, backend), topology, counters, wait)
+    )
     per_node = topology.ranks_per_node
     worthwhile = per_node is not None and 1 < per_node < topology.size
     if not (worthwhile if two_level is None else two_level):
         return wires
     nodes = list(topology.by_node().values())
     for ranks in nodes:  # every rank takes part in the creation of every group, in this order
-        group = _group(ranks, topology.rank, timeout)
+        group = _group(ranks, topology.rank, timeout, backend)
         if group is not None:
             wires.intra = GroupWire(group, topology.intra(), counters, wait)
     for place in range(len(nodes[0])):
-        group = _group([ranks[place] for ranks in nodes], topology.rank, timeout)
+        group = _group([ranks[place] for ranks in nodes], topology.rank, timeout, backend)
         if group is not None:
             wires.inter = GroupWire(group, topology.inter(), counters, wait)
     return wires
@@ -114,6 +118,6 @@ def make_group_wire(
     return wire
 
 
-def _group(ranks: list[int], rank: int, timeout: float | None) -> dist.ProcessGroup:
-    group = dist.new_group(ranks, timeout=None if timeout is None else timedelta(seconds=timeout))
+def _group(ranks: list[int], rank: int, timeout: float | None, backend: str | None = None) -> dist.ProcessGroup:
+    group = dist.new_group(ranks, timeout=None if timeout is None else timedelta(seconds=timeout), backend=backend)
     return group if rank in ranks else None  # type: ignore[return-value]

@@ -1,1 +1,1 @@
-"""Replicas that meet now and then: when, which parameters, and what the agreed difference does to them. No Lightning."""
+"""Replicas that meet now and then: when, which parameters, and what the agreed difference does to them."""

@@ -27,14 +27,14 @@ class Fragment:
         dtype = torch.float32
         for spec, _ in members:
             dtype = torch.promote_types(dtype, spec.dtype)
-        self.params = [p for _, p in members]
+        self.params: list[Tensor] = [p for _, p in members]
         self.names = [spec.name for spec, _ in members]
         self.specs = [ParamSpec(s.name, s.shape, dtype, device) for s, _ in members]
         self.numel = sum(s.numel for s in self.specs)
         pinned = device.type == "cpu" and any(p.device.type == "cuda" for p in self.params)
         self.flat = torch.zeros(self.numel, dtype=dtype, device=device, pin_memory=pinned)
         # One view per parameter, not one flat tensor, for outer optimisers that look at shapes or norms of layers.
-        self.anchor = [nn.Parameter(view, requires_grad=False) for view in self.views(self.flat)]
+        self.anchor: list[Tensor] = [nn.Parameter(view, requires_grad=False) for view in self.views(self.flat)]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """`flat` as one tensor per parameter, in its shape."""

@@ -28,7 +28,7 @@ def split(params: Sequence[ParamSpec], fragments: Fragments) -> list[list[ParamS
     Args:
         params: In registration order.
         fragments: A number: consecutive parameters, of about equal size in elements. Or, for every fragment, one or
-            several patterns for parameter names, as a shell would match them (``["embed*", ["blocks.0.*", "head.*"]]``).
+            several patterns for parameter names, as a shell matches them (``["embed*", ["blocks.0.*", "head.*"]]``).
 
     Raises:
         ValueError: if there are fewer parameters than fragments, or if patterns miss a parameter, give one to two

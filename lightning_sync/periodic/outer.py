@@ -1,7 +1,7 @@
 """Outer optimisers: what the combined difference between the anchor and the replicas does to the anchor.
 
-An outer optimiser is any torch optimiser over the anchor's tensors, whose gradient is the combined delta. A factory makes
-it: a class of this module, or any function from a list of tensors to a `torch.optim.Optimizer`, such as
+An outer optimiser is any torch optimiser over the anchor's tensors, whose gradient is the combined delta. A factory
+makes it: a class of this module, or any function from a list of tensors to a `torch.optim.Optimizer`, such as
 ``functools.partial(torch.optim.Adam, lr=1e-3)`` (in YAML a ``_target_`` with ``_partial_: true``).
 """
 
@@ -61,7 +61,7 @@ class SlowMo:
 
     .. math:: u \leftarrow \beta u + d / \gamma, \qquad a \leftarrow a - \alpha \gamma u
 
-    (Wang et al. 2020, "SlowMo", equations 2 and 3.) Where gamma is 0, nothing was learned and the anchor becomes the mean.
+    (Wang et al. 2020, "SlowMo", equations 2 and 3.) Where gamma is 0, nothing was learned: the anchor becomes the mean.
 
     Args:
         lr: alpha. With 1 and momentum 0 this is averaging.

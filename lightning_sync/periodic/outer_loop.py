@@ -1,4 +1,4 @@
-"""The outer loop: replicas' deltas become one, an outer optimiser applies it to the anchor, replicas take the result."""
+"""The outer loop: deltas become one, an outer optimiser applies it to the anchor, replicas take the result."""
 
 from __future__ import annotations
 

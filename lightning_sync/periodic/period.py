@@ -27,8 +27,8 @@ class Progress:
 class Period(ABC):
     """Steps between two exchanges.
 
-    Every rank proposes what `length` returns, and the largest proposal counts, agreed in the exchange before: clocks and
-    measured times differ between ranks, the period must not.
+    Every rank proposes what `length` returns, and the largest proposal counts, agreed in the exchange before: clocks
+    and measured times differ between ranks, the period must not.
     """
 
     fixed: ClassVar[bool] = False
@@ -59,7 +59,7 @@ class Every(Period):
 
 @dataclass(frozen=True)
 class Growing(Period):
-    r"""Start with short periods and lengthen them: :math:`H_k = \min(limit, start \cdot factor^{\lfloor k/every \rfloor})`.
+    r"""Short periods first, then longer: :math:`H_k = \min(limit, start \cdot factor^{\lfloor k/every \rfloor})`.
 
     Early on parameters move fast and replicas drift apart quickly; later long periods cost little.
 

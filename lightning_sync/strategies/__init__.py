@@ -6,12 +6,34 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_sync.periodic.outer import Nesterov, SlowMo
 from lightning_sync.strategies.base import SyncStrategy
+from lightning_sync.strategies.hybrid import HybridStrategy
 from lightning_sync.strategies.strict import StrictStrategy
 from lightning_sync.strategies.unwrapped import UnwrappedStrategy
 
 #: Name -> class and arguments. A name is an entry, not a class: several may share one.
-NAMES: dict[str, tuple[type[SyncStrategy], dict[str, Any]]] = {"strict": (StrictStrategy, {})}
+NAMES: dict[str, tuple[type[SyncStrategy], dict[str, Any]]] = {
+    "strict": (StrictStrategy, {}),
+    "hybrid": (HybridStrategy, {}),
+    "local_sgd": (HybridStrategy, {"sync_every": 8}),
+    "post_local_sgd": (HybridStrategy, {"sync_every": 8, "warmup_steps": 300}),
+    "hierarchical": (HybridStrategy, {"sync_every": 8, "replica": "node"}),
+    "diloco": (HybridStrategy, {"sync_every": 64, "outer_optimizer": Nesterov(), "warmup_steps": 300}),
+    "streaming_diloco": (
+        HybridStrategy,
+        {
+            "sync_every": 64,
+            "outer_optimizer": Nesterov(),
+            "warmup_steps": 300,
+            "fragments": 4,
+            "overlap_steps": 6,
+            "local_weight": 0.5,
+        },
+    ),
+    "slowmo": (HybridStrategy, {"sync_every": 12, "outer_optimizer": SlowMo()}),
+    "easgd": (HybridStrategy, {"sync_every": 10, "elastic": 0.9}),
+}
 
 
 def register() -> None:
@@ -38,4 +60,4 @@ def strategy(name: str, **options: Any) -> SyncStrategy:
     return cls(**{**arguments, **options})
 
 
-__all__ = ["NAMES", "StrictStrategy", "SyncStrategy", "UnwrappedStrategy", "register", "strategy"]
+__all__ = ["NAMES", "HybridStrategy", "StrictStrategy", "SyncStrategy", "UnwrappedStrategy", "register", "strategy"]

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
@@ -100,7 +101,7 @@ class SyncStrategy(ModeHooks, DDPStrategy):
         self.counters = Counters()
         self._reducer: Reducer | None = None
         self._watcher: Watcher | None = None
-        self._executor: Executor | None = None
+        self._executors: list[Executor] = []
         self._keeper = Keeper(self)
         super().__init__(**kwargs)
 
@@ -185,17 +186,23 @@ class SyncStrategy(ModeHooks, DDPStrategy):
         if self.world_size > 1:
             _compat.replace_sigterm_broadcasts(trainer, self._watcher.request_stop, self._begin_batch)
 
+    @property
+    def _executor(self) -> Executor | None:
+        """Where gradients are reduced."""
+        return self._executors[0] if self._executors else None
+
     def _make_wires(self, two_level: bool | None) -> Wires:
         """Groups and the executor for reductions over all ranks (collective)."""
         topology = discover_topology(self.node_rank, self.root_device)
         return make_wires(topology, self.counters, self._make_executor().wait, two_level, self.step_timeout)
 
-    def _make_executor(self) -> Executor:
-        """The thread (or stream) for reductions, tied to the watcher both ways."""
+    def _make_executor(self, device: torch.device | None = None) -> Executor:
+        """A thread (or stream) for reductions, tied to the watcher both ways."""
         assert self._watcher is not None
-        self._executor = executor_for(self.root_device, self.step_timeout, self._report)
-        self._watcher.on_failure(self._executor.abort)
-        return self._executor
+        executor = executor_for(device or self.root_device, self.step_timeout, self._report)
+        self._executors.append(executor)
+        self._watcher.on_failure(executor.abort)
+        return executor
 
     def _report(self, error: BaseException, where: str) -> None:
         """Tell the other ranks what failed here, unless it only shows that something failed there."""
@@ -206,16 +213,16 @@ class SyncStrategy(ModeHooks, DDPStrategy):
         else:
             self._watcher.report_failure(error, where)
 
-    def _say_bytes(self, reducer: Reducer) -> None:
+    def _say_bytes(self, reducer: Reducer, per: str = "step") -> None:
         ours, plain = reducer.interface_bytes(), reducer.bf16_interface_bytes()
         name = self.describe()["compressor"]
         if name not in ("none", "bf16", "fp16") and ours >= plain > 0:
             rank_zero_warn(
-                f"compressor={name!r} sends {ours:,} bytes per step through each network interface in this topology, "
+                f"compressor={name!r} sends {ours:,} bytes per {per} through each network interface in this topology, "
                 f"plain bf16 would send {plain:,}. Use compressor='bf16', or two_level=True with equal ranks per node."
             )
         else:
-            rank_zero_info(f"{self.mode}, {name}: {ours:,} bytes per step and interface (plain bf16: {plain:,}).")
+            rank_zero_info(f"{self.mode}, {name}: {ours:,} bytes per {per} and interface (plain bf16: {plain:,}).")
         wrapped = [c.inner for _, c in reducer.route.rules if isinstance(c, ErrorFeedback)]
         if wrapped:
             rank_zero_info(f"Error feedback is kept for {wrapped}, since they are biased (error_feedback=False: bare).")
@@ -314,10 +321,10 @@ class SyncStrategy(ModeHooks, DDPStrategy):
         super().teardown()
 
     def _close(self) -> None:
-        broken = self._executor is not None and self._executor.error is not None
-        if self._executor is not None:
-            self._executor.close()
-            self._executor = None
+        broken = any(executor.error is not None for executor in self._executors)
+        for executor in self._executors:
+            executor.close()
+        self._executors = []
         if self._watcher is not None:
             broken = broken or self._watcher.failure is not None
             self._watcher.close()
@@ -325,8 +332,13 @@ class SyncStrategy(ModeHooks, DDPStrategy):
         if self._reducer is not None:
             # After a failure a thread may still sit in a collective of these groups; they end with the process.
             if not broken and dist.is_initialized():
-                self._reducer.wires.close()
+                for wires in self._all_wires():
+                    wires.close()
             self._reducer = None
+
+    def _all_wires(self) -> list[Wires]:
+        """The wires to give back at the end."""
+        return [] if self._reducer is None else [self._reducer.wires]
 
 
 def _is_collective_error(error: BaseException) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,6 +23,7 @@ from lightning_sync.replica import Replica, resolve_replica
 from lightning_sync.state import canonical_name
 from lightning_sync.strategies.base import SyncStrategy
 from lightning_sync.strategies.boundary import StepBoundary
+from lightning_sync.strategies.consensus import ConsensusView, refuse_averaging_callbacks
 from lightning_sync.strategies.restore import replica_optimizers
 
 
@@ -42,6 +44,8 @@ class UnwrappedStrategy(SyncStrategy):
     """
 
     mode = "unwrapped"
+    #: Whether ranks wait for one another in every step anyway, so that a user's own collectives in a step cost little.
+    lock_step: ClassVar[bool] = False
 
     def __init__(self, *args: Any, replica: Replica = "auto", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -61,6 +65,8 @@ class UnwrappedStrategy(SyncStrategy):
         self._marks: GradientMarks | None = None
         self._buckets: list[list[tuple[str, nn.Parameter]]] = []
         self._replicas: list[list[int]] = []
+        self._view: ConsensusView | None = None
+        self._told_local = False
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
@@ -70,7 +76,10 @@ class UnwrappedStrategy(SyncStrategy):
         return model
 
     def _open(self, trainer: Trainer) -> None:
+        if not self.lock_step:
+            refuse_averaging_callbacks(trainer, self.mode)
         super()._open(trainer)
+        self._view = ConsensusView(trainer.lightning_module)
         self._boundary = StepBoundary(self._end_batch, self.finish_training)
         trainer.callbacks.insert(0, self._boundary)  # type: ignore[attr-defined]
 
@@ -100,6 +109,69 @@ class UnwrappedStrategy(SyncStrategy):
             return None
         parameters = {canonical_name(name): p.detach() for name, p in module.named_parameters()}
         return ReplicaState(parameters, replica_optimizers(self.optimizers, module))
+
+    # ---- the consensus -----------------------------------------------------------------------------------------------
+
+    def consensus(self) -> dict[str, Tensor] | None:
+        """Parameters and buffers that all ranks agree on, by name; `None` where that is what every rank holds."""
+        return None
+
+    def on_validation_start(self) -> None:
+        """Inside `fit`, validate what all ranks agree on."""
+        super().on_validation_start()
+        values = self.consensus()
+        if self._view is not None and values is not None:
+            self._view.show(values)
+
+    def on_validation_end(self) -> None:
+        """Go on with this replica's own parameters, bit for bit as they were."""
+        if self._view is not None:
+            self._view.hide()
+        super().on_validation_end()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Lightning's, with what all ranks agree on: that is what an ordinary checkpoint holds."""
+        state = super().lightning_module_state_dict()
+        values = self.consensus()
+        return state if self._view is None or values is None else self._view.replace(state, values)
+
+    # ---- users' own collectives --------------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As Lightning's; inside a training step a mean stays this rank's, and the log says so once.
+
+        Raises:
+            RuntimeError: inside a training step, for anything but a mean.
+        """
+        if self.lock_step or not self._in_batch or self.world_size == 1:
+            return super().reduce(tensor, group, reduce_op)
+        if reduce_op is None or (isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")):
+            if not self._told_local:
+                self._told_local = True
+                rank_zero_info(
+                    f"{self.mode}: means over ranks that a training step asks for (self.log(..., sync_dist=True)) stay "
+                    "each rank's own value, since waiting for the other ranks in every step is what this mode avoids. "
+                    "Means logged for a whole epoch and in validation are taken over all ranks."
+                )
+            return tensor
+        raise RuntimeError(self._no_collective(f"reduce(reduce_op={reduce_op!r})"))
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """As Lightning's, but not inside a training step.
+
+        Raises:
+            RuntimeError: inside a training step.
+        """
+        if self.lock_step or not self._in_batch or self.world_size == 1:
+            return super().all_gather(tensor, group, sync_grads)
+        raise RuntimeError(self._no_collective("all_gather"))
+
+    def _no_collective(self, what: str) -> str:
+        return (
+            f"{what} inside a training step makes every rank wait for every other one in every step, which "
+            f"strategy={self.mode!r} is there to avoid; ranks may even be at different steps. Move it into validation "
+            "or an epoch's end, or use strategy='strict'."
+        )
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -193,6 +265,7 @@ class UnwrappedStrategy(SyncStrategy):
             self._marks.close()
             self._marks = None
         self._inner = None
+        self._view = None
         super()._close()
 
 

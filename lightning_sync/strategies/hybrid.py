@@ -1,0 +1,385 @@
+"""Hybrid: replicas train on their own and meet at intervals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_sync.checkpoint import ModeState
+from lightning_sync.checks import check_integer, check_seconds
+from lightning_sync.comm.groups import Wires, discover_topology, make_wires
+from lightning_sync.comm.topology import Bytes
+from lightning_sync.comm.worker import Promise
+from lightning_sync.compressors import Exact, as_route
+from lightning_sync.compressors.resolve import to_route
+from lightning_sync.ddp_hook import param_specs
+from lightning_sync.periodic import inner_state
+from lightning_sync.periodic.anchor import Fragment
+from lightning_sync.periodic.buffers import BufferMerge, BufferPolicy
+from lightning_sync.periodic.fragments import Fragments, check_fragments, split
+from lightning_sync.periodic.inner_state import POLICIES, InnerPolicy
+from lightning_sync.periodic.outer import OuterFactory, build_outer
+from lightning_sync.periodic.outer_loop import OuterLoop, OuterScheduler
+from lightning_sync.periodic.period import Period, Progress, as_period
+from lightning_sync.periodic.schedule import Schedule
+from lightning_sync.reducer import Reducer
+from lightning_sync.strategies.unwrapped import UnwrappedStrategy
+
+#: Fewer exchanges than this in a run are warned about.
+FEW_EXCHANGES = 20
+
+
+class HybridStrategy(UnwrappedStrategy):
+    r"""Replicas step on their own and exchange what they have learned every `sync_every` steps.
+
+    One strategy for local SGD, post-local SGD, DiLoCo, streaming DiLoCo, SlowMo, elastic averaging and hierarchical
+    averaging; the names registered for these are entries with arguments. With a the anchor (the parameters that all
+    last agreed on), :math:`w_r` those of replica r, C the compressor:
+
+    .. math:: d = \tfrac1N \sum_r C(a - w_r), \qquad a \leftarrow \mathrm{outer}(a, d), \qquad
+              w_r \leftarrow \lambda w_r + (1 - \lambda) a
+
+    Between two exchanges nothing crosses the network except inside a replica. Validation, checkpoints and whatever
+    looks at the model there see the *consensus*: the anchor, and the buffers merged at the last exchange. Local
+    parameters come back bit for bit afterwards. The last step of a run ends with an exchange, after which all replicas
+    are the anchor. Memory on top of a plain run: a float32 anchor, the outer optimiser's state (one float32 with
+    momentum), a float32 buffer of the largest fragment, and what the compressor keeps.
+
+    Args:
+        sync_every: H, steps between two exchanges, or a `Period`. More sends less; replicas drift apart further.
+        sync_every_seconds: Instead of a number of steps, about this much time; measured, and agreed by all ranks.
+        outer_optimizer: What the combined delta does to the anchor: `None` (it becomes the mean), `Nesterov`,
+            `SlowMo`, or a function from a list of tensors to a torch optimiser.
+        outer_scheduler: A function from the outer optimiser to a torch scheduler, stepped per exchange.
+        fragments: Parts of the model that travel one after the other, so that the peak of bytes per step falls by
+            their number: a number, or patterns for parameter names per part.
+        overlap_steps: tau. An exchange starts tau steps before it takes effect, and travels while training goes on.
+            0: training waits for it.
+        local_weight: lambda in [0, 1]: share of the local value that is kept when an exchange takes effect. 0 drops
+            what a replica has learned during the overlap, 1 never takes the anchor over.
+        warmup_steps: Steps at the beginning in which gradients are averaged over all ranks, as in strict.
+        elastic: beta in (0, 1] of elastic averaging, see `OuterLoop`; `None`: none.
+        buffers: ``"average"`` (counts: maximum) or ``"rank0"``.
+        inner_state: What becomes of the inner optimisers' state at an exchange: ``"keep"``, ``"average"`` (sends as much
+            again per moment), ``"reset"``.
+        anchor_device: ``"device"``, or ``"cpu"`` to keep anchor and outer optimiser in (pinned) host memory and to
+            exchange over gloo. `None`: host memory where an overlapped exchange would meet other NCCL traffic.
+        **kwargs: See `UnwrappedStrategy`; `replica` decides who exchanges with whom.
+
+    Raises:
+        ValueError, TypeError: for a wrong value or combination, at construction or setup.
+    """
+
+    mode = "hybrid"
+
+    def __init__(
+        self,
+        *args: Any,
+        sync_every: int | Period = 16,
+        sync_every_seconds: float | None = None,
+        outer_optimizer: OuterFactory | None = None,
+        outer_scheduler: OuterScheduler | None = None,
+        fragments: Fragments = 1,
+        overlap_steps: int = 0,
+        local_weight: float = 0.0,
+        warmup_steps: int = 0,
+        elastic: float | None = None,
+        buffers: BufferPolicy = "average",
+        inner_state: InnerPolicy = "keep",
+        anchor_device: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        check_seconds("HybridStrategy", sync_every_seconds=sync_every_seconds)
+        check_integer("HybridStrategy", 0, overlap_steps=overlap_steps, warmup_steps=warmup_steps)
+        _check_share("local_weight", local_weight)
+        _check_choice("buffers", buffers, ("average", "rank0"))
+        _check_choice("inner_state", inner_state, POLICIES)
+        _check_choice("anchor_device", anchor_device, (None, "device", "cpu"))
+        if elastic is not None:
+            _check_share("elastic", elastic)
+            if outer_optimizer is not None or elastic == 0:
+                raise ValueError(f"HybridStrategy(elastic={elastic!r}): above 0, and without an outer_optimizer.")
+        if inner_state != "keep" and overlap_steps:
+            raise ValueError(f"HybridStrategy(inner_state={inner_state!r}) needs overlap_steps=0: replicas must stand.")
+        self.period = as_period(sync_every, sync_every_seconds)
+        self.schedule = Schedule(self.period, check_fragments(fragments), overlap_steps)
+        if outer_optimizer is not None:
+            build_outer(outer_optimizer, [torch.zeros(1)])
+        self.outer_optimizer = outer_optimizer
+        self.outer_scheduler = outer_scheduler
+        self.fragments: Fragments = fragments
+        self.overlap_steps = overlap_steps
+        self.local_weight = float(local_weight)
+        self.warmup_steps = warmup_steps
+        self.elastic = elastic
+        self.buffers: BufferPolicy = buffers
+        self.inner_state: InnerPolicy = inner_state
+        self.anchor_device = anchor_device
+        self._loop: OuterLoop | None = None
+        self._warm: Reducer | None = None
+        self._pending: dict[int, Promise] = {}
+        self._stale: set[int] = set()
+        self._since = (0, 0.0)
+
+    # ---- set-up ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _outer_device(self) -> torch.device:
+        """Where anchor and deltas live."""
+        on_host = self.overlap_steps > 0 if self.anchor_device is None else self.anchor_device == "cpu"
+        return torch.device("cpu") if on_host else self.root_device
+
+    def _register_ddp_hooks(self) -> None:
+        """Make groups and reducers, inside replicas and between them, and the outer loop."""
+        super()._register_ddp_hooks()
+        module = self.model
+        assert module is not None
+        named = param_specs(module)
+        device = self._outer_device
+        # A thread of its own where exchanges overlap with training, or else gradients would queue behind them.
+        executor = self._make_executor(device) if self.overlap_steps or device != self.root_device else self._executor
+        assert executor is not None
+        wires = make_wires(
+            discover_topology(self.node_rank, self.root_device),
+            self.counters,
+            executor.wait,
+            self.two_level,
+            self.step_timeout,
+            backend="gloo" if device != self.root_device else None,
+        )
+        table = {spec.name: (spec, p) for spec, p in named}
+        parts = split([spec for spec, _ in named], self.fragments)
+        fragments = [Fragment([table[spec.name] for spec in part], device) for part in parts]
+        route = to_route(self.effective_compressor, error_feedback=self.error_feedback)
+        order = {spec.name: i for i, (spec, _) in enumerate(named)}
+        specs = sorted((s for f in fragments for s in f.specs), key=lambda s: order[s.name])
+        self._reducer = Reducer(specs, route, wires, self.aggregator, self.seed)
+        self._loop = OuterLoop(
+            fragments,
+            self._reducer,
+            self._outer_factory(),
+            self.outer_scheduler,
+            BufferMerge(module, self.buffers),
+            local_weight=self.local_weight,
+            elastic=self.elastic,
+            replicas=len(self._replicas),
+        )
+        self._loop.capture()
+        self._pending, self._stale = {}, set()
+        if self.warmup_steps:
+            assert self._executor is not None
+            if executor is not self._executor:  # gradients keep to their own thread and backend
+                wires = make_wires(
+                    wires.world.topology, self.counters, self._executor.wait, self.two_level, self.step_timeout
+                )
+            self._warm = Reducer([spec for spec, _ in named], as_route(Exact()), wires, seed=self.seed)
+
+    def _outer_factory(self) -> OuterFactory | None:
+        return self.outer_optimizer if self.elastic is None else partial(torch.optim.SGD, lr=self.elastic)
+
+    def _all_wires(self) -> list[Wires]:
+        reducers = [r for r in (self._reducer, self._inner, self._warm) if r is not None]
+        return list({id(r.wires): r.wires for r in reducers}.values())
+
+    def _say_bytes(self, reducer: Reducer, per: str = "step") -> None:
+        super()._say_bytes(reducer, "round of exchanges" if self.schedule.fragments > 1 else "exchange")
+        sizes = {len(ranks) for ranks in self._replicas}
+        rank_zero_info(
+            f"{self.mode}: {len(self._replicas)} replicas of {'/'.join(map(str, sorted(sizes)))} ranks, averaging "
+            f"gradients inside each in every step, and exchanging between them by {self.period!r}"
+            + (f" after {self.warmup_steps} steps of averaging over all." if self.warmup_steps else ".")
+        )
+
+    def predicted_bytes(self, step: int | None = None) -> Bytes | None:
+        """What this rank sends per step, exchanges spread over their period (`None` before `fit`, or if it varies)."""
+        every = self.schedule.steps_per_round
+        if self._reducer is None or self._inner is None or every is None:
+            return None
+        outer = self._reducer.predicted_bytes(step)
+        return self._inner.predicted_bytes(step) + Bytes(Fraction(outer.sent, every), Fraction(outer.network, every))
+
+    def on_train_start(self) -> None:
+        """Say so if the run is too short for this mode."""
+        super().on_train_start()
+        trainer, every = self.attached_trainer(), self.schedule.steps_per_round
+        if trainer is None or every is None:
+            return
+        steps = trainer.estimated_stepping_batches
+        exchanges = (steps - self.warmup_steps) / every
+        if exchanges < FEW_EXCHANGES:
+            rank_zero_warn(
+                f"This run has about {max(0, int(exchanges))} exchanges ({steps:g} steps, sync_every={every}, "
+                f"warmup_steps={self.warmup_steps}); with fewer than {FEW_EXCHANGES} replicas hardly learn from one "
+                "another. Lower sync_every or warmup_steps."
+            )
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _step(self) -> int:
+        """Steps since the warm-up ended; the first one after it is 1."""
+        return self.counters.steps - self.warmup_steps
+
+    def gradient_reducer(self) -> Reducer:
+        """Over all ranks while warming up, then over the replica."""
+        return self._warm if self._warm is not None and self._step < 0 else super().gradient_reducer()
+
+    def after_step(self) -> None:
+        """End and start exchanges, as the schedule says."""
+        loop, step = self._loop, self._step
+        if loop is None or step < 0:
+            return
+        if step == 0:
+            loop.capture()
+            self._begin()
+            return
+        if step == 1 and not self.warmup_steps:
+            self._begin()
+        self._stale.update(range(len(loop.fragments)))
+        for index in self.schedule.starts(step):
+            self._start(index)
+        for index in self.schedule.ends(step):
+            self._finish(index)
+        if self._is_last_step():
+            self.finish_training()
+
+    def finish_training(self) -> None:
+        """Exchange what is left, so that all replicas end as the anchor."""
+        if self._loop is None or self._step <= 0:
+            return
+        for index in list(self._pending):
+            self._finish(index)
+        for index in sorted(self._stale):
+            self._start(index)
+            self._finish(index, last=True)
+
+    def _begin(self) -> None:
+        self._since = (self.counters.steps, time.monotonic())
+        self.schedule.begin(self._progress())
+
+    def _progress(self) -> Progress:
+        assert self._loop is not None
+        steps, start = self._since
+        passed = self.counters.steps - steps
+        seconds = (time.monotonic() - start) / passed if passed else 0.0
+        return Progress(self._loop.exchanges, self._inner_lr(), seconds)
+
+    def _inner_lr(self) -> float:
+        return float(self.optimizers[0].param_groups[0]["lr"]) if self.optimizers else 0.0
+
+    def _start(self, index: int) -> None:
+        loop, executor = self._loop, self._executors[-1]
+        assert loop is not None
+        loop.start(index, 0 if self.period.fixed else self.schedule.propose(self._progress()))
+        step = self.counters.steps
+        promise = executor.promise(torch.empty(0, device=self._outer_device))
+        executor.submit(lambda: loop.run(index, step), [promise], f"exchange of fragment {index} at step {step}")
+        self._pending[index] = promise
+
+    def _finish(self, index: int, *, last: bool = False) -> None:
+        loop = self._loop
+        assert loop is not None
+        self._await(index)
+        del self._pending[index]
+        agreed = loop.finish(index, self._inner_lr(), last=last)
+        if agreed:
+            self.schedule.agreed(self._step, agreed)
+        if last or not (self.overlap_steps or self.local_weight or self.elastic):
+            self._stale.discard(index)
+        self.counters.exchanges = loop.exchanges
+        if self.inner_state == "reset":
+            inner_state.reset(self.optimizers, loop.fragments[index].params)
+        elif self.inner_state == "average":
+            moments = inner_state.averageable(self.optimizers, loop.fragments[index].params)
+            self.run_job(lambda: inner_state.average(moments, loop.wire), f"averaging moments of fragment {index}")
+        if index == len(loop.fragments) - 1:
+            self._since = (self.counters.steps, time.monotonic())
+
+    def _await(self, index: int) -> None:
+        """Wait until an exchange has travelled."""
+        promise = self._pending[index]
+        with self.counters.waiting():
+            promise.future.wait()
+        self._executors[-1].check()
+
+    def _is_last_step(self) -> bool:
+        trainer = self.attached_trainer()
+        if trainer is None:
+            return False
+        if 0 <= trainer.max_steps <= trainer.global_step:
+            return True
+        epochs = trainer.max_epochs
+        return epochs is not None and 0 <= epochs <= trainer.current_epoch + 1 and trainer.is_last_batch
+
+    # ---- consensus and state -----------------------------------------------------------------------------------------
+
+    def consensus(self) -> dict[str, Tensor] | None:
+        """The anchor and the buffers merged at the last exchange; while warming up, what every rank holds."""
+        return None if self._loop is None or self._step <= 0 else self._loop.consensus()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Let exchanges under way arrive, then save as the base does; what has arrived is applied when it is due."""
+        if self._watcher is not None and self._watcher.failure is None:
+            for index in self._pending:
+                self._await(index)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def mode_state(self) -> ModeState:
+        """Anchor, outer optimiser, merged buffers, exchanges that have arrived and are not applied yet, clocks."""
+        if self._loop is None:
+            return ModeState()
+        numbers: dict[str, Any] = {**self._loop.numbers(), **self.schedule.state_dict()}
+        numbers["stale"] = " ".join(map(str, sorted(self._stale)))
+        return ModeState(numbers, self._loop.tensors())
+
+    def load_mode_state(self, state: ModeState, *, same: bool) -> Sequence[str]:
+        """Take it over; with other ranks or options replicas start from the anchor, and their clocks afresh."""
+        loop = self._loop
+        if loop is None or "anchor" not in state.replicated:
+            return state.kinds
+        numbers: dict[str, Any] = dict(state.numbers)
+        if same:
+            loop.load(numbers, state.replicated)
+            self.schedule.load_state_dict(numbers)
+            self._stale = {int(i) for i in str(numbers["stale"]).split()}
+            for index in loop.in_flight:
+                self._pending[index] = promise = Promise(torch.futures.Future(), torch.empty(0))
+                promise.complete()
+            self.counters.exchanges = loop.exchanges
+            return []
+        loop.load({k: v for k, v in numbers.items() if not k.startswith("in_flight")}, state.replicated)
+        for fragment in loop.fragments:
+            fragment.merge(0.0)
+        loop.buffers.write(loop.merged_buffers)
+        self.schedule.begin(self._progress())
+        if not self.period.fixed:
+            self.schedule.agreed(max(0, self._step), self.schedule.next_end)
+        return ["exchanges under way", "the clocks of exchanges"]
+
+    def _close(self) -> None:
+        super()._close()
+        self._loop = None
+        self._warm = None
+        self._pending = {}
+
+
+def _check_share(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"HybridStrategy({name}={value!r}): expected a number in [0, 1].")
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        accepted = ", ".join(map(repr, choices))
+        raise ValueError(f"HybridStrategy({name}={value!r}): expected one of {accepted}.")
