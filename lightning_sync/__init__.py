@@ -17,7 +17,14 @@ from lightning_sync.compressors import (
 from lightning_sync.periodic.outer import Nesterov, SlowMo
 from lightning_sync.periodic.period import Growing, Period, QuadraticRule, Seconds
 from lightning_sync.precision import WirePrecision
-from lightning_sync.strategies import HybridStrategy, StrictStrategy, UnwrappedStrategy, register, strategy
+from lightning_sync.strategies import (
+    DelayedStrategy,
+    HybridStrategy,
+    StrictStrategy,
+    UnwrappedStrategy,
+    register,
+    strategy,
+)
 
 __version__ = "0.1.0"
 
@@ -29,6 +36,7 @@ __all__ = [
     "Aggregator",
     "BlockInt8",
     "Compressor",
+    "DelayedStrategy",
     "ErrorFeedback",
     "Exact",
     "Growing",

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor, nn
 
 from lightning_sync.reducer import Reducer
+
+
+def used_anywhere(marked: AbstractSet[str], names: Sequence[str], reducer: Reducer) -> set[str]:
+    """Those of `names` that are in any rank's `marked` (collective).
+
+    The answer decides what the host does next, so on CUDA this stops the host: the price of unused parameters.
+    """
+    bits = torch.tensor([name in marked for name in names], dtype=torch.uint8)
+    answers = reducer.any(bits.to(reducer.params[0].device)).tolist()
+    return {name for name, bit in zip(names, answers, strict=True) if bit}
 
 
 class GradientMarks:
@@ -37,13 +48,16 @@ class GradientMarks:
         for handle in self._handles:
             handle.remove()
 
-    def used_anywhere(self, names: Sequence[str], reducer: Reducer) -> list[bool]:
-        """For each name, whether any rank has marked it (collective).
+    def take(self) -> frozenset[str]:
+        """The marks, which start anew."""
+        marked = frozenset(self._marked)
+        self._marked.clear()
+        return marked
 
-        The answer decides what the host does next, so on CUDA this stops the host: the price of unused parameters.
-        """
-        bits = torch.tensor([name in self._marked for name in names], dtype=torch.uint8)
-        return [bool(b) for b in reducer.any(bits.to(reducer.params[0].device)).tolist()]
+    def used_anywhere(self, names: Sequence[str], reducer: Reducer) -> list[bool]:
+        """For each name, whether any rank has marked it (collective); see the function."""
+        used = used_anywhere(self._marked, names, reducer)
+        return [name in used for name in names]
 
     def _mark(self, name: str) -> Callable[[Tensor], None]:
         def mark(_: Tensor) -> None:

@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_sync.periodic.outer import Nesterov, SlowMo
 from lightning_sync.strategies.base import SyncStrategy
+from lightning_sync.strategies.delayed import DelayedStrategy
 from lightning_sync.strategies.hybrid import HybridStrategy
 from lightning_sync.strategies.strict import StrictStrategy
 from lightning_sync.strategies.unwrapped import UnwrappedStrategy
@@ -32,6 +33,7 @@ NAMES: dict[str, tuple[type[SyncStrategy], dict[str, Any]]] = {
         },
     ),
     "slowmo": (HybridStrategy, {"sync_every": 12, "outer_optimizer": SlowMo()}),
+    "delayed": (DelayedStrategy, {}),
     "easgd": (HybridStrategy, {"sync_every": 10, "elastic": 0.9}),
 }
 
@@ -60,4 +62,13 @@ def strategy(name: str, **options: Any) -> SyncStrategy:
     return cls(**{**arguments, **options})
 
 
-__all__ = ["NAMES", "HybridStrategy", "StrictStrategy", "SyncStrategy", "UnwrappedStrategy", "register", "strategy"]
+__all__ = [
+    "NAMES",
+    "DelayedStrategy",
+    "HybridStrategy",
+    "StrictStrategy",
+    "SyncStrategy",
+    "UnwrappedStrategy",
+    "register",
+    "strategy",
+]

@@ -68,8 +68,8 @@ class HybridStrategy(UnwrappedStrategy):
         warmup_steps: Steps at the beginning in which gradients are averaged over all ranks, as in strict.
         elastic: beta in (0, 1] of elastic averaging, see `OuterLoop`; `None`: none.
         buffers: ``"average"`` (counts: maximum) or ``"rank0"``.
-        inner_state: What becomes of the inner optimisers' state at an exchange: ``"keep"``, ``"average"`` (sends as much
-            again per moment), ``"reset"``.
+        inner_state: What becomes of the inner optimisers' state at an exchange: ``"keep"``, ``"average"`` (sends as
+            much again per moment), ``"reset"``.
         anchor_device: ``"device"``, or ``"cpu"`` to keep anchor and outer optimiser in (pinned) host memory and to
             exchange over gloo. `None`: host memory where an overlapped exchange would meet other NCCL traffic.
         **kwargs: See `UnwrappedStrategy`; `replica` decides who exchanges with whom.

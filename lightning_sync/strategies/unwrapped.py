@@ -94,7 +94,7 @@ class UnwrappedStrategy(SyncStrategy):
         self._inner = Reducer([spec for spec, _ in named], as_route(Exact()), Wires(wire), seed=self.seed)
         self._reducer = self._inner
         self._marks = GradientMarks((spec.name, p) for spec, p in named)
-        self._buckets = _buckets([(s.name, p) for s, p in named], self._ddp_kwargs.get("bucket_cap_mb", 25))
+        self._buckets = make_buckets([(s.name, p) for s, p in named], self._ddp_kwargs.get("bucket_cap_mb", 25))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _buckets(named: list[tuple[str, nn.Parameter]], cap_mb: float) -> list[list[tuple[str, nn.Parameter]]]:
+def make_buckets(named: list[tuple[str, nn.Parameter]], cap_mb: float) -> list[list[tuple[str, nn.Parameter]]]:
     """Parameters of one dtype in groups of about `cap_mb` MiB, last ones first, as backward produces them."""
     buckets: list[list[tuple[str, nn.Parameter]]] = []
     size: dict[torch.dtype, float] = {}

@@ -1,0 +1,201 @@
+"""Gradients that are reduced while the next step runs, and applied after it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sync.comm.worker import Executor, Promise
+from lightning_sync.marks import used_anywhere
+from lightning_sync.periodic.buffers import BufferMerge
+from lightning_sync.reducer import Reducer
+
+Bucket = Sequence[tuple[str, nn.Parameter]]
+
+
+@dataclass
+class Late:
+    """Gradients on their way.
+
+    Attributes:
+        gradients: By parameter name; this rank's, then everyone's mean, in unscaled units. Inf where a loss scaler has
+            to skip the step.
+        weights: The parameters that the gradients were taken at, in order; empty without compensation.
+        promise: Completes when they have been reduced.
+    """
+
+    gradients: dict[str, Tensor]
+    weights: list[Tensor] = field(default_factory=list)
+    promise: Promise | None = None
+
+
+class GradientDelay:
+    r"""Reduces the gradients of step t during the next `delay` steps.
+
+    With d the delay and :math:`g_t` the mean of all ranks' gradients at :math:`w_t`, step t applies :math:`g_{t-d}`;
+    the first d steps apply nothing. With compensation, as in DC-ASGD (Zheng et al. 2017, equation 10),
+
+    .. math:: \tilde g = g_{t-d} + \lambda\, g_{t-d} \odot g_{t-d} \odot (w_t - w_{t-d})
+
+    Args:
+        buckets: All parameters, in the groups in which they travel.
+        reducer: What reduces them.
+        executor: Where.
+        buffers: Merged along the way, for whoever asks for the consensus.
+        delay: d.
+        compensation: lambda; 0 is none.
+        loss_scale: Returns a loss scaler's factor; `None` without one.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        reducer: Reducer,
+        executor: Executor,
+        buffers: BufferMerge,
+        *,
+        delay: int = 1,
+        compensation: float = 0.0,
+        loss_scale: Callable[[], float] | None = None,
+        ask_which: bool = True,
+    ) -> None:
+        self.reducer = reducer
+        self.buffers = buffers
+        self.delay = delay
+        self.compensation = compensation
+        self.merged_buffers: dict[str, Tensor] = {}
+        self._buckets = buckets
+        self._named = [(name, p) for bucket in buckets for name, p in bucket]
+        self._executor = executor
+        self._loss_scale = loss_scale
+        self._ask_which = ask_which
+        self._queues: dict[int, deque[Late]] = {}
+
+    def ready(self, slot: int = 0) -> bool:
+        """Whether the next `exchange` of this slot will apply something."""
+        return len(self._queues.get(slot, ())) >= self.delay
+
+    def exchange(self, marked: frozenset[str], step: int, slot: int = 0) -> bool:
+        """Send off the gradients of this step, and put those of `delay` steps ago in their place.
+
+        Args:
+            marked: Parameters whose gradients this rank has computed since the last call.
+            step: Attempted steps so far.
+            slot: Place of this backward among those of its step. Each has its own delay: a backward that touches
+                other parameters must not apply its neighbour's.
+
+        Returns:
+            Whether there was something to apply; if not, the marked parameters have no gradient now.
+        """
+        late = Late({n: p.grad for n, p in self._named if n in marked and p.grad is not None})
+        if self.compensation:
+            late.weights = [p.detach().clone() for _, p in self._named]
+        snapshot = self.buffers.snapshot()
+        scale = 1.0 if self._loss_scale is None else self._loss_scale()
+        late.promise = promise = self._executor.promise(torch.empty(0, device=self.reducer.params[0].device))
+        self._executor.submit(
+            lambda: self._reduce(late, marked, snapshot, scale, step), [promise], f"reduction of step {step}"
+        )
+        queue = self._queues.setdefault(slot, deque())
+        queue.append(late)
+        for name, p in self._named:
+            if name in marked:
+                p.grad = None
+        if len(queue) <= self.delay:
+            return False
+        self._apply(queue.popleft())
+        return True
+
+    def arrive(self) -> None:
+        """Wait until nothing is under way; what has arrived is applied when it is due."""
+        for queue in self._queues.values():
+            for late in queue:
+                self._await(late)
+
+    def _await(self, late: Late) -> None:
+        if late.promise is not None:
+            with self.reducer.wires.world.counters.waiting():
+                late.promise.future.wait()
+            self._executor.check()
+            late.promise = None
+
+    @torch.no_grad()
+    def _apply(self, late: Late) -> None:
+        self._await(late)
+        scale = 1.0 if self._loss_scale is None else self._loss_scale()
+        held = list(late.gradients.values())
+        if self.compensation and held:
+            then = dict(zip((n for n, _ in self._named), late.weights, strict=True))
+            now = dict(self._named)
+            drift = torch._foreach_sub([now[n] for n in late.gradients], [then[n] for n in late.gradients])
+            torch._foreach_mul_(drift, held)
+            torch._foreach_mul_(drift, held)
+            torch._foreach_add_(held, drift, alpha=self.compensation)
+        if scale != 1.0 and held:
+            torch._foreach_mul_(held, scale)
+        for name, p in self._named:
+            if name in late.gradients:
+                p.grad = late.gradients[name]
+
+    def _reduce(self, late: Late, marked: frozenset[str], buffers: dict[str, Tensor], scale: float, step: int) -> None:
+        """On the communication thread: everything that waits for other ranks."""
+        self.reducer.step = step
+        names = [name for name, _ in self._named]
+        used = used_anywhere(marked, names, self.reducer) if self._ask_which else marked
+        for name, p in self._named:
+            if name in used and name not in late.gradients:
+                late.gradients[name] = torch.zeros_like(p, requires_grad=False)
+        late.gradients = {n: g for n, g in late.gradients.items() if n in used}
+        if self._loss_scale is None or not self._overflow(late):
+            for bucket in self._buckets:
+                members = [name for name, _ in bucket if name in late.gradients]
+                if members:
+                    tensors = [late.gradients[name] for name in members]
+                    if scale != 1.0:
+                        torch._foreach_mul_(tensors, 1.0 / scale)
+                    self.reducer.reduce(members, tensors)
+        if buffers:
+            self.merged_buffers = self.buffers.merge(buffers, self.reducer.wires.world)
+
+    def _overflow(self, late: Late) -> bool:
+        """Whether any rank's gradients overflowed; then nothing is encoded, and the scaler will skip on all ranks."""
+        held = list(late.gradients.values())
+        flag = torch.zeros(1, dtype=torch.uint8, device=self.reducer.params[0].device)
+        if held:
+            flag += ~torch.stack([t.isfinite().all() for t in held]).all()
+        if not bool(self.reducer.any(flag).item()):
+            return False
+        for t in held:
+            t.fill_(float("inf"))
+        return True
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Everything that has arrived and waits, by kind and name; the same on all ranks. Call `arrive` first."""
+        found: dict[str, dict[str, Tensor]] = {"merged_buffers": dict(self.merged_buffers)}
+        for slot, queue in self._queues.items():
+            for place, late in enumerate(queue):
+                found[f"late/{slot}/{place}"] = {n: g.detach().clone() for n, g in late.gradients.items()}
+                if late.weights:
+                    names = (n for n, _ in self._named)
+                    found[f"late_weights/{slot}/{place}"] = dict(zip(names, late.weights, strict=True))
+        return found
+
+    def load(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Restore what `tensors` returned."""
+        self.merged_buffers = {n: t.clone() for n, t in tensors.get("merged_buffers", {}).items()}
+        self._queues = {}
+        shapes = dict(self._named)
+        for kind in sorted((k for k in tensors if k.startswith("late/")), key=lambda k: int(k.split("/")[2])):
+            _, slot, _ = kind.split("/")
+            weights = tensors.get(kind.replace("late/", "late_weights/"), {})
+            late = Late(
+                {n: g.to(shapes[n].device).clone() for n, g in tensors[kind].items()},
+                [weights[n].to(p.device).clone() for n, p in self._named] if weights else [],
+            )
+            self._queues.setdefault(int(slot), deque()).append(late)
