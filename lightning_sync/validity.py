@@ -69,9 +69,10 @@ def check_combination(mode: str, compressor: Compressor | Route, aggregator: Agg
         )
 
 
-def table(modes: Iterable[str] = ("strict",)) -> str:
-    """The combinations as a Markdown table: a row per mode and compressor, a column per precision and per wrapper."""
+def table(modes: Iterable[str] = ("strict", "hybrid", "delayed")) -> str:
+    """The combinations as a Markdown table: a row per compressor (and modes), a column per precision and wrapper."""
     columns = [*PRECISIONS, *WRAPPERS[1:]]
+    modes = tuple(modes)
     lines = [f"| strategy | compressor | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
     reasons: list[str] = []
 
@@ -82,9 +83,11 @@ def table(modes: Iterable[str] = ("strict",)) -> str:
             reasons.append(reason)
         return f"no ({reasons.index(reason) + 1})"
 
-    for mode in modes:
-        for name in compressors.registry:
+    for name in compressors.registry:
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for mode in modes:
             cells = [cell(refusal(mode, name, "mean", p)) for p in PRECISIONS]
             cells += [cell(refusal(mode, name, "mean", "32-true", w)) for w in WRAPPERS[1:]]
-            lines.append(f"| {mode} | {name} | {' | '.join(cells)} |")
+            rows.setdefault(tuple(cells), []).append(mode)
+        lines += [f"| {', '.join(alike)} | {name} | {' | '.join(cells)} |" for cells, alike in rows.items()]
     return "\n".join([*lines, "", *(f"({i}) {reason}." for i, reason in enumerate(reasons, 1))])

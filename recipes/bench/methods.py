@@ -21,12 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
+import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as powersgd
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-_OURS = re.compile(r"strict(?::(?P<compressor>[A-Za-z_]\w*)(?P<call>\(.*\))?)?(?:@(?P<bucket>\d+(?:\.\d+)?))?")
+_OURS = re.compile(
+    r"(?P<mode>[a-z_]+)(?P<options>\([^()]*\))?"
+    r"(?::(?P<compressor>[A-Za-z_]\w*)(?P<call>\(.*\))?)?(?:@(?P<bucket>\d+(?:\.\d+)?))?"
+)
 ONE_BUCKET_MB = 1000
 ACCEPTED_CALL = "write (key=value, ...) with plain values, e.g. (rank=2)"
 
@@ -143,11 +149,59 @@ def torch_powersgd_rank_4() -> Strategy:
     return _torch_powersgd(4)
 
 
+class AveragedStrategy(DDPStrategy):
+    """Local steps and torch's periodic averaging of the whole model, as post-local SGD does after its warm-up.
+
+    Args:
+        period: Steps from one averaging to the next.
+        dtype: What parameters are sent as; None for their own.
+    """
+
+    def __init__(self, period: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self._period, self._dtype, self._steps = period, dtype, 0
+        self._averager: PeriodicModelAverager | None = None
+
+    def configure_ddp(self) -> None:
+        """Leave the model as it is: after its warm-up the hook of post-local SGD sends nothing between hosts."""
+        self._averager = PeriodicModelAverager(period=self._period, warmup_steps=0)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step, then average if it is time."""
+        output = super().optimizer_step(*args, **kwargs)
+        assert self.model is not None
+        assert self._averager is not None
+        if self._dtype is None:
+            self._averager.average_parameters(self.model.parameters())
+        elif self._steps % self._period == 0:  # the averager counts from 0 as well
+            flat = torch.cat([p.detach().reshape(-1) for p in self.model.parameters()]).to(self._dtype)
+            dist.all_reduce(flat.div_(dist.get_world_size()))
+            offset = 0
+            for p in self.model.parameters():
+                p.data.copy_(flat[offset : offset + p.numel()].view_as(p))
+                offset += p.numel()
+        self._steps += 1
+        return output
+
+
+@method("post-local8", period=8)
+def post_local() -> Strategy:
+    """torch's periodic model averaging every 8 steps."""
+    return AveragedStrategy(8)
+
+
+@method("post-local8-bf16", period=8)
+def post_local_bf16() -> Strategy:
+    """The same with bf16 on the wire, which torch does not offer."""
+    return AveragedStrategy(8, torch.bfloat16)
+
+
 def find(name: str) -> Method:
     """The method of a name: a registered one, or one of ours.
 
-    Ours are `strict`, `strict:COMPRESSOR` with a compressor's registered name, `strict:Class(key=value, ...)` with a
-    compressor class of `lightning_sync` and literal values, each with `@MB` behind it for another bucket size.
+    Ours are `MODE` or `MODE(key=value, ...)` with a registered name of `lightning_sync` and literal values, then
+    `:COMPRESSOR` with a compressor's registered name or `:Class(key=value, ...)`, then `@MB` for another bucket size.
+    Modes that begin with a strict warm-up are measured without it.
 
     Raises:
         ValueError: There is no such method.
@@ -155,23 +209,38 @@ def find(name: str) -> Method:
     if name in METHODS:
         return METHODS[name]
     match = _OURS.fullmatch(name)
-    if match is None:
+    package = importlib.import_module("lightning_sync")  # late: the other methods work without it
+    modes = importlib.import_module("lightning_sync.strategies").NAMES
+    if match is None or match["mode"] not in modes:
         raise ValueError(
             f"method={name!r} is unknown. Accepted: {', '.join(METHODS)}, strict, strict:COMPRESSOR, "
-            "strict:Class(key=value), each of ours with @MB for the bucket size, and what a --plugin registers."
+            f"strict:Class(key=value), the same with {', '.join(m for m in modes if m != 'strict')}, options as in "
+            "diloco(sync_every=8), @MB for the bucket size, and what a --plugin registers."
         )
     arguments = None if match["call"] is None else _literals(match["call"])
-    return Method(name, lambda: _strict(match["compressor"], arguments, match["bucket"]))
+    options = {} if match["options"] is None else _literals(match["options"])
+    preset = modes[match["mode"]][1]
+    if "warmup_steps" in preset:
+        options.setdefault("warmup_steps", 0)
+    period = options.get("sync_every", preset.get("sync_every", 1))
+    make = lambda: _ours(package, match["mode"], options, match["compressor"], arguments, match["bucket"])  # noqa: E731
+    return Method(name, make, period=period)
 
 
-def _strict(compressor: str | None, arguments: dict[str, Any] | None, bucket_mb: str | None) -> Strategy:
-    package = importlib.import_module("lightning_sync")  # late: the other methods work without it
-    options: dict[str, Any] = {}
+def _ours(
+    package: Any,
+    mode: str,
+    options: dict[str, Any],
+    compressor: str | None,
+    arguments: dict[str, Any] | None,
+    bucket_mb: str | None,
+) -> Strategy:
+    options = dict(options)
     if compressor is not None:
         options["compressor"] = compressor if arguments is None else getattr(package, compressor)(**arguments)
     if bucket_mb is not None:
         options["bucket_cap_mb"] = float(bucket_mb)
-    made: Strategy = package.strategy("strict", **options)
+    made: Strategy = package.strategy(mode, **options)
     return made
 
 

@@ -162,7 +162,7 @@ def read_predicted(strategy: object) -> dict[str, float]:
     if not hasattr(strategy, "predicted_bytes"):
         return {}
     predicted = strategy.predicted_bytes()
-    return {"sent": float(predicted.sent), "network": float(predicted.network)}
+    return {} if predicted is None else {"sent": float(predicted.sent), "network": float(predicted.network)}
 
 
 def make_trainer(method: Method, place: Place, steps: int, callback: Callback) -> Trainer:
@@ -206,8 +206,10 @@ def measure(method: Method, job: Job, place: Place, meeting: Meeting) -> dict[st
     """
     warmup, steps = (method.period * -(-count // method.period) for count in (job.warmup, job.steps))
     window = Window(meeting, place.interface, warmup, steps, job.deadline)
-    trainer = make_trainer(method, place, warmup + steps, window)
-    trainer.fit(make_module(job), loader(warmup + steps, seed=1000 + place.rank))
+    # One period more than is measured: a run ends with an exchange that its period does not ask for.
+    total = warmup + steps + (method.period if method.period > 1 else 0)
+    trainer = make_trainer(method, place, total, window)
+    trainer.fit(make_module(job), loader(total, seed=1000 + place.rank))
     if not window.measured:
         raise RuntimeError(f"training ended before step {warmup + steps}")
     return {"method": method.name, "place": asdict(place), **window.measured}
