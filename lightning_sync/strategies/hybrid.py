@@ -266,12 +266,13 @@ class HybridStrategy(UnwrappedStrategy):
         self._since = (self.counters.steps, time.monotonic())
         self.schedule.begin(self._progress())
 
-    def _progress(self) -> Progress:
+    def _progress(self, then: int = 0) -> Progress:
+        """Where this rank stands, once `then` more exchanges have taken effect."""
         assert self._loop is not None
         steps, start = self._since
         passed = self.counters.steps - steps
         seconds = (time.monotonic() - start) / passed if passed else 0.0
-        return Progress(self._loop.exchanges, self._inner_lr(), seconds)
+        return Progress(self._loop.exchanges + then, self._inner_lr(), seconds)
 
     def _inner_lr(self) -> float:
         return float(self.optimizers[0].param_groups[0]["lr"]) if self.optimizers else 0.0
@@ -279,7 +280,7 @@ class HybridStrategy(UnwrappedStrategy):
     def _start(self, index: int) -> None:
         loop, executor = self._loop, self._executors[-1]
         assert loop is not None
-        loop.start(index, 0 if self.period.fixed else self.schedule.propose(self._progress()))
+        loop.start(index, 0 if self.period.fixed else self.schedule.propose(self._progress(then=1)))
         step = self.counters.steps
         promise = executor.promise(torch.empty(0, device=self._outer_device))
         executor.submit(lambda: loop.run(index, step), [promise], f"exchange of fragment {index} at step {step}")

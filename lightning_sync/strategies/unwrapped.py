@@ -25,6 +25,7 @@ from lightning_sync.strategies.base import SyncStrategy
 from lightning_sync.strategies.boundary import StepBoundary
 from lightning_sync.strategies.consensus import ConsensusView, refuse_averaging_callbacks
 from lightning_sync.strategies.restore import replica_optimizers
+from lightning_sync.strategies.uneven import stop_at_shortest
 
 
 class UnwrappedStrategy(SyncStrategy):
@@ -67,6 +68,7 @@ class UnwrappedStrategy(SyncStrategy):
         self._replicas: list[list[int]] = []
         self._view: ConsensusView | None = None
         self._told_local = False
+        self._limit: int | float | None = None
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
@@ -134,6 +136,18 @@ class UnwrappedStrategy(SyncStrategy):
         state = super().lightning_module_state_dict()
         values = self.consensus()
         return state if self._view is None or values is None else self._view.replace(state, values)
+
+    # ---- data --------------------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """As Lightning's; of ranks with different numbers of training batches, all stop at the shortest."""
+        dataloader = super().process_dataloader(dataloader)
+        trainer = self.attached_trainer()
+        if trainer is not None and trainer.training and self.world_size > 1:
+            if self._limit is None:
+                self._limit = trainer.limit_train_batches
+            stop_at_shortest(trainer, dataloader)
+        return dataloader
 
     # ---- users' own collectives --------------------------------------------------------------------------------------
 
@@ -261,6 +275,9 @@ class UnwrappedStrategy(SyncStrategy):
         if self._boundary is not None and trainer is not None and self._boundary in trainer.callbacks:  # type: ignore[attr-defined]
             trainer.callbacks.remove(self._boundary)  # type: ignore[attr-defined]
         self._boundary = None
+        if trainer is not None and self._limit is not None:
+            trainer.limit_train_batches = self._limit
+        self._limit = None
         if self._marks is not None:
             self._marks.close()
             self._marks = None
