@@ -115,6 +115,7 @@ class RunSummary(pl.Callback):
             "val_accuracy": _finite(metrics.get("val_accuracy")),
             "wire_bytes_per_step": mean[1] if counters else None,
             "compression_ratio": mean[2] / mean[1] if counters and mean[1] else None,
+            "skipped_steps": counters.skipped_steps if counters else None,
             "wall_seconds": round(wall_seconds, 3),
             "wait_seconds": _finite(round(mean[3], 3)),
             "versions": _versions(),
