@@ -170,7 +170,8 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.layout == torch.strided else tensor.coalesce().values()
+    values = tensor if tensor.layout == torch.strided else tensor.coalesce().values()
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _first(tensors: Sequence[Tensor]) -> int | None:
@@ -179,7 +180,7 @@ def _first(tensors: Sequence[Tensor]) -> int | None:
     if all(t.device.type == "cpu" for t in tensors):
         dense = [d for d in map(_dense, tensors) if d.is_floating_point() and d.numel()]
         # The fastest look there is. A norm may also overflow in a finite tensor, so it only says that all is well.
-        if all(math.isfinite(n.item()) for n in torch._foreach_norm(dense)) and not any(map(torch.is_complex, tensors)):
+        if not dense or all(math.isfinite(n.item()) for n in torch._foreach_norm(dense)):
             return None
     flags = nonfinite_flags(tensors)
     return int(flags.int().argmax()) if bool(flags.any()) else None
