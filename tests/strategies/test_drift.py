@@ -68,6 +68,8 @@ QUIET: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "scaled": (Toy, lambda **o: ls.StrictStrategy(compressor="bf16", **o), {"precision": "16-mixed"}),
     "by hand": (ByHand, lambda **o: ls.StrictStrategy(**o), {}),
     "replica": (Toy, lambda **o: ls.UnwrappedStrategy(replica=3, **o), {"accumulate_grad_batches": 2}),
+    "delayed": (Toy, lambda **o: ls.DelayedStrategy(**o), {}),
+    "hybrid": (Toy, lambda **o: ls.HybridStrategy(replica=3, sync_every=2, **o), {}),
 }
 
 
