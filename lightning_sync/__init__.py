@@ -14,6 +14,8 @@ from lightning_sync.compressors import (
     PowerSGD,
     Route,
 )
+from lightning_sync.drift import DriftError
+from lightning_sync.nonfinite import NonFiniteError
 from lightning_sync.periodic.outer import Nesterov, SlowMo
 from lightning_sync.periodic.period import Growing, Period, QuadraticRule, Seconds
 from lightning_sync.precision import WirePrecision
@@ -37,12 +39,14 @@ __all__ = [
     "BlockInt8",
     "Compressor",
     "DelayedStrategy",
+    "DriftError",
     "ErrorFeedback",
     "Exact",
     "Growing",
     "HybridStrategy",
     "Mean",
     "Nesterov",
+    "NonFiniteError",
     "Period",
     "PowerSGD",
     "QuadraticRule",

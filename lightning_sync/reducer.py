@@ -115,7 +115,7 @@ class Reducer:
                 self._reduce_two_level(names, tensors)
 
     def any(self, flags: Tensor) -> Tensor:
-        """Element-wise "does any rank say 1" of a uint8 tensor, in place (collective)."""
+        """Element-wise maximum over the ranks of an integer tensor, in place (collective): "does any rank say 1"."""
         if self.wires.intra is None or self.wires.inter is None:
             return self.wires.world.any(flags)
         return self.wires.inter.any(self.wires.intra.any(flags))

@@ -18,7 +18,8 @@ class Counters:
     """Totals of one rank since the start of `fit`.
 
     Attributes:
-        steps: Steps whose gradients were reduced.
+        steps: Steps whose gradients were reduced, skipped ones included.
+        skipped_steps: Of these, steps that changed nothing, because a gradient was not finite.
         exchanges: Exchanges between replicas that took effect, in modes that do not meet in every step.
         collectives: Collectives issued for reductions.
         messages: Messages these sent to other nodes (each costs some 100 bytes of headers on top).
@@ -31,6 +32,7 @@ class Counters:
 
     steps: int = 0
     exchanges: int = 0
+    skipped_steps: int = 0
     collectives: int = 0
     messages: int = 0
     payload_bytes: int = 0

@@ -36,7 +36,7 @@ class Wire(ABC):
 
     @abstractmethod
     def any(self, flags: Tensor) -> Tensor:
-        """Element-wise maximum over the ranks of a uint8 tensor (in place): 1 where any rank has 1."""
+        """Element-wise maximum over the ranks of an integer tensor (in place): 1 where any rank has 1."""
 
 
 class GroupWire(Wire):

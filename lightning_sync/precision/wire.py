@@ -19,6 +19,7 @@ from lightning_sync.comm.worker import executor_for
 from lightning_sync.compressors import Compressor, Route, registry
 from lightning_sync.compressors.resolve import is_exact, to_route
 from lightning_sync.ddp_hook import CommHook, param_specs
+from lightning_sync.nonfinite import NonFinite, check_non_finite
 from lightning_sync.reducer import Reducer
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ class WirePrecision(Precision):
         scaler: Loss scaler for ``"16-mixed"``; a new `torch.amp.GradScaler` by default.
         step_timeout: Seconds one collective may take, under Lightning's `DDPStrategy`; a strategy of this package has
             its own.
+        non_finite: ``"skip"`` or ``"raise"``: what happens to a step whose gradient holds inf or NaN, as in
+            `SyncStrategy`. `None`: skip with a loss scaler, raise without.
 
     Raises:
         ValueError: for an unknown precision or compressor, or a scaler where none is used.
@@ -61,6 +64,7 @@ class WirePrecision(Precision):
         device: str | None = None,
         scaler: torch.amp.GradScaler | None = None,
         step_timeout: float = 120.0,
+        non_finite: NonFinite | None = None,
     ) -> WirePrecision:
         if precision not in get_args(PrecisionName):
             raise ValueError(
@@ -76,9 +80,12 @@ class WirePrecision(Precision):
         device: str | None = None,
         scaler: torch.amp.GradScaler | None = None,
         step_timeout: float = 120.0,
+        non_finite: NonFinite | None = None,
     ) -> None:
         self.compressor = None if compressor is None else registry.build(compressor)
         check_seconds("WirePrecision", step_timeout=step_timeout)
+        check_non_finite("WirePrecision", non_finite)
+        self.non_finite: NonFinite | None = non_finite
         self.step_timeout = float(step_timeout)
         self.claimed = False
         self.hook: CommHook | None = None
@@ -99,8 +106,14 @@ class WirePrecision(Precision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Register the communication hook, if this runs under Lightning's own DDPStrategy."""
-        if not self.claimed and not is_exact(self.compressor) and optimizers:
-            self._register(model)
+        if not self.claimed and optimizers:
+            if not is_exact(self.compressor):
+                self._register(model)
+            elif self.non_finite is not None:
+                raise ValueError(
+                    f"WirePrecision(non_finite={self.non_finite!r}): without a compressor this plugin does not see "
+                    "gradients under Lightning's own strategies. Use strategy='strict', or leave it out."
+                )
         return super().connect(model, optimizers, lr_schedulers)
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -141,7 +154,7 @@ class WirePrecision(Precision):
         node = _node_rank(model.module)
         wires = make_wires(discover_topology(node, device), self.counters, executor.wait, timeout=self.step_timeout)
         reducer = Reducer([spec for spec, _ in param_specs(model.module)], to_route(self.compressor), wires)
-        self.hook = CommHook(model, reducer, executor, self.counters, loss_scale_of(self))
+        self.hook = CommHook(model, reducer, executor, self.counters, loss_scale_of(self), self.non_finite)
 
 
 class _WireFull(WirePrecision):

@@ -47,6 +47,7 @@ class DelayedStrategy(UnwrappedStrategy):
 
     mode = "delayed"
     lock_step: ClassVar[bool] = True
+    equal_buffers: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import nn
 
@@ -15,9 +16,11 @@ class ModeHooks:
 
     Attributes:
         mode: The mode's name in logs, saved state and the table of what composes.
+        equal_buffers: Whether buffers, too, are equal inside a replica whenever a step is over.
     """
 
     mode: str
+    equal_buffers: ClassVar[bool] = False
     world_size: int
 
     @abstractmethod

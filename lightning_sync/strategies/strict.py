@@ -35,6 +35,11 @@ class StrictStrategy(SyncStrategy):
         self._topology: Topology | None = None
         self._gradient_bytes = 0
         self._stepped = False
+        if self._ddp_comm_hook is not None and kwargs.get("non_finite") is not None:
+            raise ValueError(
+                f"StrictStrategy: non_finite={kwargs['non_finite']!r} does not go with ddp_comm_hook, which decides "
+                "what is sent and when; look for inf and NaN in the hook."
+            )
         if self._ddp_comm_hook is not None and not is_exact(self.compressor):
             raise ValueError(
                 f"StrictStrategy: ddp_comm_hook and compressor={self.compressor!r} both decide what is sent; pass one."
@@ -64,7 +69,7 @@ class StrictStrategy(SyncStrategy):
             self._reducer = Reducer(specs, route, wires, self.aggregator, self.seed)
             assert self._executor is not None
             scale = loss_scale_of(self.precision_plugin)
-            self._hook = CommHook(model, self._reducer, self._executor, self.counters, scale)
+            self._hook = CommHook(model, self._reducer, self._executor, self.counters, scale, self._alarms.hand_over())
 
     def bucket_order(self) -> Sequence[nn.Parameter]:  # noqa: D102 - inherited
         model = self.model
@@ -102,6 +107,7 @@ class StrictStrategy(SyncStrategy):
             self._stepped = True
             self.counters.count(self._gradient_bytes, sent, self._topology.ring_messages)
             self.counters.count_dense(sent)
+            self._alarms.check_gradients(self.counters.steps - 1)
 
     def predicted_bytes(self, step: int | None = None) -> Bytes | None:  # noqa: D102 - inherited
         if self._topology is not None:

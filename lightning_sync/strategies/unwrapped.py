@@ -47,6 +47,7 @@ class UnwrappedStrategy(SyncStrategy):
     mode = "unwrapped"
     #: Whether ranks wait for one another in every step anyway, so that a user's own collectives in a step cost little.
     lock_step: ClassVar[bool] = False
+    equal_buffers: ClassVar[bool] = True
 
     def __init__(self, *args: Any, replica: Replica = "auto", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -233,9 +234,10 @@ class UnwrappedStrategy(SyncStrategy):
         reducer = self.gradient_reducer()
         if reducer.wires.world.size == 1:
             self._marks.clear()
-            return
-        reducer.step = self.counters.steps
-        self.run_job(lambda: self._average(reducer), f"averaging gradients at step {self.counters.steps}")
+        else:
+            reducer.step = self.counters.steps
+            self.run_job(lambda: self._average(reducer), f"averaging gradients at step {self.counters.steps}")
+        self._alarms.check_gradients(self.counters.steps)
 
     def run_job(self, job: Callable[[], None], where: str) -> None:
         """Run collectives on the communication thread, and wait for them."""
