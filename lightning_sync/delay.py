@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_sync.comm.worker import Executor, Promise
 from lightning_sync.marks import used_anywhere
+from lightning_sync.nonfinite import NonFinite, NonFiniteError, Skips, culprit, culprit_code, first_nonfinite
 from lightning_sync.periodic.buffers import BufferMerge
 from lightning_sync.reducer import Reducer
 
@@ -23,7 +24,8 @@ class Late:
 
     Attributes:
         gradients: By parameter name; this rank's, then everyone's mean, in unscaled units. Inf where a loss scaler has
-            to skip the step.
+            to skip the step, empty where all ranks skip it without one.
+        skipped: Parameter and rank that had inf or NaN, if the step is skipped.
         weights: The parameters that the gradients were taken at, in order; empty without compensation.
         promise: Completes when they have been reduced.
     """
@@ -31,6 +33,7 @@ class Late:
     gradients: dict[str, Tensor]
     weights: list[Tensor] = field(default_factory=list)
     promise: Promise | None = None
+    skipped: tuple[str, int] | None = None
 
 
 class GradientDelay:
@@ -49,6 +52,10 @@ class GradientDelay:
         delay: d.
         compensation: lambda; 0 is none.
         loss_scale: Returns a loss scaler's factor; `None` without one.
+        non_finite: What happens when a gradient holds inf or NaN, before anything is encoded: ``"raise"`` names
+            parameter and rank; ``"skip"`` (always with a loss scaler) agrees on it and skips the step on all ranks.
+            `None`: nothing.
+        ask_which: Whether ranks may use different parameters.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class GradientDelay:
         delay: int = 1,
         compensation: float = 0.0,
         loss_scale: Callable[[], float] | None = None,
+        non_finite: NonFinite | None = None,
         ask_which: bool = True,
     ) -> None:
         self.reducer = reducer
@@ -73,6 +81,9 @@ class GradientDelay:
         self._executor = executor
         self._loss_scale = loss_scale
         self._ask_which = ask_which
+        self._non_finite = non_finite if loss_scale is None else "skip"
+        counters, rank = reducer.wires.world.counters, reducer.wires.world.rank
+        self._skips = Skips(counters, speaks=rank == 0, routine=loss_scale is not None)
         self._queues: dict[int, deque[Late]] = {}
 
     def ready(self, slot: int = 0) -> bool:
@@ -126,6 +137,10 @@ class GradientDelay:
     @torch.no_grad()
     def _apply(self, late: Late) -> None:
         self._await(late)
+        if late.skipped is None:
+            self._skips.taken()
+        else:
+            self._skips.skipped(self.reducer.step, *late.skipped)
         scale = 1.0 if self._loss_scale is None else self._loss_scale()
         held = list(late.gradients.values())
         if self.compensation and held:
@@ -149,8 +164,8 @@ class GradientDelay:
         for name, p in self._named:
             if name in used and name not in late.gradients:
                 late.gradients[name] = torch.zeros_like(p, requires_grad=False)
-        late.gradients = {n: g for n, g in late.gradients.items() if n in used}
-        if self._loss_scale is None or not self._overflow(late):
+        late.gradients = {n: late.gradients[n] for n in names if n in used}  # in one order on all ranks
+        if not self._skip(late):
             for bucket in self._buckets:
                 members = [name for name, _ in bucket if name in late.gradients]
                 if members:
@@ -161,16 +176,27 @@ class GradientDelay:
         if buffers:
             self.merged_buffers = self.buffers.merge(buffers, self.reducer.wires.world)
 
-    def _overflow(self, late: Late) -> bool:
-        """Whether any rank's gradients overflowed; then nothing is encoded, and the scaler will skip on all ranks."""
-        held = list(late.gradients.values())
-        flag = torch.zeros(1, dtype=torch.uint8, device=self.reducer.params[0].device)
-        if held:
-            flag += ~torch.stack([t.isfinite().all() for t in held]).all()
-        if not bool(self.reducer.any(flag).item()):
+    def _skip(self, late: Late) -> bool:
+        """Whether all ranks skip this step, because one has inf or NaN; then nothing has been encoded."""
+        names, held = list(late.gradients), list(late.gradients.values())
+        wire = self.reducer.wires.world
+        if self._non_finite is None or not held:
             return False
-        for t in held:
-            t.fill_(float("inf"))
+        if self._non_finite == "raise":
+            name = first_nonfinite(names, held)
+            if name is not None:
+                raise NonFiniteError(self.reducer.step, name, wire.rank)
+            return False
+        # Every rank must take the same branch, so the host has to know the answer.
+        code = int(self.reducer.any(culprit_code(held, wire.rank, wire.size)).item())
+        late.skipped = culprit(code, names, wire.size)
+        if late.skipped is None:
+            return False
+        if self._loss_scale is None:
+            late.gradients = {}
+        else:
+            for t in held:
+                t.fill_(float("inf"))
         return True
 
     # ---- state -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sync.comm.wire import GroupWire
+from lightning_sync.nonfinite import NonFiniteError, first_nonfinite
 from lightning_sync.periodic.anchor import Fragment
 from lightning_sync.periodic.buffers import BufferMerge
 from lightning_sync.periodic.outer import OuterFactory, build_outer
@@ -105,8 +106,15 @@ class OuterLoop:
         self.in_flight[index] = InFlight(deltas, self.buffers.snapshot() if carries else {}, proposal)
 
     def run(self, index: int, step: int) -> None:
-        """Combine (collective)."""
+        """Combine (collective).
+
+        Raises:
+            NonFiniteError: if this rank's parameters have become inf or NaN; before anything is encoded.
+        """
         flight, fragment = self.in_flight[index], self.fragments[index]
+        name = first_nonfinite(fragment.names, flight.deltas)
+        if name is not None:
+            raise NonFiniteError(step, name, self.wire.rank)
         self.reducer.step = step
         self.reducer.reduce(fragment.names, flight.deltas)
         if flight.buffers:

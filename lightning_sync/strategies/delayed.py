@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_sync.checkpoint import ModeState
 from lightning_sync.checks import check_integer
-from lightning_sync.compressors.resolve import to_route
+from lightning_sync.compressors.resolve import is_exact, to_route
 from lightning_sync.ddp_hook import param_specs
 from lightning_sync.delay import GradientDelay
 from lightning_sync.marks import GradientMarks
@@ -89,6 +89,9 @@ class DelayedStrategy(UnwrappedStrategy):
         self._reducer = Reducer([spec for spec, _ in named], route, wires, self.aggregator, self.seed)
         self._marks = GradientMarks((spec.name, p) for spec, p in named)
         on_cpu = self.root_device.type == "cpu"
+        non_finite = self._alarms.hand_over()
+        if non_finite is None and not is_exact(self.effective_compressor):
+            non_finite = "raise"
         self._late = GradientDelay(
             make_buckets([(s.name, p) for s, p in named], self._ddp_kwargs.get("bucket_cap_mb", 25)),
             self._reducer,
@@ -97,6 +100,7 @@ class DelayedStrategy(UnwrappedStrategy):
             delay=self.delay,
             compensation=self.compensation,
             loss_scale=loss_scale_of(self.precision_plugin),
+            non_finite=non_finite,
             ask_which=on_cpu or bool(self._ddp_kwargs.get("find_unused_parameters", False)),
         )
 

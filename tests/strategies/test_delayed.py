@@ -1,5 +1,6 @@
 """Delayed is strict, shifted by hand."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import lightning_sync as ls
 from tests.models import fit
 from tests.strategies import by_hand
 from tests.strategies.by_hand import Sharded, Shifted
+from tests.strategies.test_nonfinite import BAD, Poisoned
 from tests.workers import run_ranks
 
 STEPS = 13
@@ -59,3 +61,34 @@ def test_replicas_end_equal_by_bits_buffers_included() -> None:
     first, *others = run_ranks(buffers_and_parameters, 3, init="env")
     for other in others:
         assert all(torch.equal(first[k], other[k]) for k in first)
+
+
+def poisoned(rank: int, world: int, policy: str | None, name: str, compressor: str | None) -> Any:
+    torch.manual_seed(0)
+    module = Poisoned(adam=True)
+    options = {"sync_every": 3} if name == "local_sgd" else {}
+    strategy = ls.strategy(name, compressor=compressor, non_finite=policy, **options)
+    try:
+        fit(module, strategy, world, 9)
+    except Exception as error:
+        return str(error)
+    weights = [w["last.weight"] for w in module.weights]
+    return [torch.equal(a, b) for a, b in pairwise(weights)], strategy.counters.skipped_steps, weights[-1]
+
+
+@pytest.mark.dist
+def test_a_gradient_that_is_not_finite_skips_one_step_on_all_ranks() -> None:
+    (still, skipped, weight), second = run_ranks(poisoned, 2, "skip", "delayed", "int8", init="env")
+    assert [i for i, same in enumerate(still) if same] == [0 if BAD == 0 else BAD], (
+        "applied a step later than it was bad"
+    )
+    assert skipped == 1
+    assert torch.equal(weight, second[2])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("name", "compressor"), [("delayed", "int8"), ("local_sgd", None)])
+def test_or_ends_the_run_with_its_name(name: str, compressor: str | None) -> None:
+    for text in run_ranks(poisoned, 2, None, name, compressor, init="env"):
+        assert "layers.0.weight" in text or "first.weight" in text, text
+        assert "on rank 1" in text
