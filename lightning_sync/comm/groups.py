@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,16 @@ class Wires:
         for wire in (self.world, self.intra, self.inter):
             if wire is not None and wire.group is not None:
                 dist.destroy_process_group(wire.group)
+
+    def abandon(self) -> None:
+        """Leave the groups as they are until the process ends, after a failure.
+
+        A collective that another rank never joined cannot be cancelled. A group's destructor waits for it, so that the
+        interpreter would not end as long as the other rank lives: they must never be destroyed.
+        """
+        for wire in (self.world, self.intra, self.inter):
+            if wire is not None and wire.group is not None:
+                ctypes.pythonapi.Py_IncRef(ctypes.c_void_p(id(wire.group)))
 
 
 def discover_topology(node: int, device: torch.device) -> Topology:

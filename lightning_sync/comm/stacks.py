@@ -28,7 +28,9 @@ class StackFile:
         """
         if self.path is None:
             return
-        thread = threading.Thread(target=self._dump, args=(self.path, reason), name="lightning-sync-stacks", daemon=True)
+        thread = threading.Thread(
+            target=self._dump, args=(self.path, reason), name="lightning-sync-stacks", daemon=True
+        )
         thread.start()
         thread.join(_WAIT)
 
