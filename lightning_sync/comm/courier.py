@@ -91,6 +91,7 @@ class Courier:
         self._count_sent = False
         self._left = False
         self._heard: set[int] = set()
+        self._processes: dict[int, str] = {}
         self._beats = 0
         self._next_beat = 0.0
         self._next_look = 0.0
@@ -241,19 +242,34 @@ class Courier:
         if len(self._heard) < self._world_size:
             unheard = [rank for rank in range(self._world_size) if rank not in self._heard]
             self._heard.update(rank for rank in unheard if board.has(f"beat/{rank}"))
-        ranks = sorted(self._heard)
-        texts = board.read_all([f"beat/{rank}" for rank in ranks])
-        self.lives.observe(dict(zip(ranks, texts, strict=True)), now - self._last_look)
-        self._last_look = now
+            for rank in self._heard - self._processes.keys():
+                self._processes[rank] = board.read(f"process/{rank}")  # written before the first beat
+        self._read_beats()
         if self.failed.is_set() or self._closing:
             return
-        silent = self.silent()
-        gone = [row for row in silent if self._state_of(row.rank) == "gone"]
-        lost = gone or (silent if now < self.suspect_until else [])
+        lost = self._gone()
+        if lost:
+            # What it said at last was written before it ended: that it has finished, or why it failed.
+            self._read_news()
+            self._read_beats()
+            lost = [] if self.failed.is_set() else self._gone()
+        if not lost and now < self.suspect_until:
+            lost = self.silent()
         if not lost and self._lost_after is not None:
             lost = self._silent_for(self._lost_after)
         if lost:
             self._claim_missing(lost[0], "ConnectionError", f"no sign of life for {lost[0].silent_for:.1f} s")
+
+    def _read_beats(self) -> None:
+        ranks, now = sorted(self._heard), time.monotonic()
+        texts = self._board.read_all([f"beat/{rank}" for rank in ranks])
+        self.lives.observe(dict(zip(ranks, texts, strict=True)), now - self._last_look)
+        self._last_look = now
+
+    def _gone(self) -> list[Straggler]:
+        """The other unfinished ranks of this machine whose process has ended."""
+        rows = [row for row in self.lives.unfinished() if row.rank != self._rank and row.rank in self._processes]
+        return [row for row in rows if self._state_of(row.rank) == "gone"]
 
     def _watch_step(self, clock: StepClock, now: float) -> None:
         """Count the time of this rank's step; if it is over, find out which rank is missing."""
@@ -273,7 +289,9 @@ class Courier:
             self._claim_missing(missing[0], _TIMED_OUT, explain_missing(missing, rows, clock.limit))
 
     def _claim_missing(self, row: Straggler, type_name: str, message: str) -> None:
-        state = self._state_of(row.rank) if row.rank != self._rank and row.silent_for >= self.silence else "running"
+        state = "running" if row.rank == self._rank else self._state_of(row.rank)
+        if state == "unknown" and row.silent_for < self.silence:
+            state = "running"
         message += {
             "running": "",
             "gone": ". Its process is gone: it was killed",
@@ -285,8 +303,7 @@ class Courier:
         self._claim(FailureRecord(row.rank, row.host, row.step, row.phase, type_name, message, "", self._rank))
 
     def _state_of(self, rank: int) -> State:
-        key = f"process/{rank}"
-        return state_of(self._board.read(key)) if self._board.has(key) else "unknown"
+        return state_of(self._processes[rank]) if rank in self._processes else "unknown"
 
     def _beat(self) -> str:
         agreement, place = self._agreement, self.place
@@ -311,4 +328,5 @@ class Courier:
     def _may_go(self) -> bool:
         if time.monotonic() >= self._linger_until:
             return True
-        return self._board.add("left", 0) >= self._world_size - len(self.silent())
+        absent = {row.rank for row in self.silent() + self._gone()}
+        return self._board.add("left", 0) >= self._world_size - len(absent)
