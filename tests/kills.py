@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -214,22 +214,34 @@ class _EndOfRank(SystemExit):
 
 @dataclass
 class Outcome:
-    """How the trial went: what is wrong (nothing, if all is well), and how long the slowest survivor took."""
+    """How the trial went.
+
+    Attributes:
+        problems: What is wrong; nothing, if all is well.
+        named: Seconds until the last survivor had written which rank it was.
+        ended: Seconds until the last survivor's process had ended. An interpreter that holds torch takes 1.4 s of CPU
+            time to end, so on a busy machine this says more about the machine.
+    """
 
     problems: list[str]
-    seconds: float
+    named: float = 0.0
+    ended: float = 0.0
 
 
-def wait_for(pids: dict[int, int], until: float) -> dict[int, tuple[int, float]]:
-    """Wait for ranks; returns the exit code and the time of each that has ended."""
+def wait_for(
+    pids: dict[int, int], until: float, look: Callable[[], None] = lambda: None
+) -> dict[int, tuple[int, float]]:
+    """Wait for ranks, and `look` all the while; returns the exit code and the time of each that has ended."""
     ended: dict[int, tuple[int, float]] = {}
     while len(ended) < len(pids) and time.monotonic() < until:
+        look()
         for rank, pid in pids.items():
             if rank not in ended:
                 found, status = os.waitpid(pid, os.WNOHANG)
                 if found:
                     ended[rank] = (os.waitstatus_to_exitcode(status), time.monotonic())
-        time.sleep(0.005)
+        time.sleep(0.02)
+    look()
     return ended
 
 
@@ -241,42 +253,51 @@ def end_all(pids: dict[int, int], ended: dict[int, Any]) -> None:
             os.waitpid(pid, 0)
 
 
-def run_trial(plan: Plan, folder: Path, resume: bool) -> Outcome:
+def run_trial(plan: Plan, folder: Path, resume: bool, allowance: float = 0.0) -> Outcome:
     """One trial, from the start of the ranks to the check of the checkpoints."""
+    named: dict[int, float] = {}
+
+    def look() -> None:
+        for rank in survivors:
+            if rank not in named and re.search(
+                rf"rank {plan.victim} \(host [^)]*\) failed", (folder / f"log-{rank}").read_text(errors="replace")
+            ):
+                named[rank] = time.monotonic() - began
+
     pids = dict(enumerate(start(plan, folder)))
     ended: dict[int, tuple[int, float]] = {}
     try:
         until = time.monotonic() + START_WITHIN
         while not (folder / "ready").exists():
             if time.monotonic() > until:
-                return Outcome([f"the moment did not come within {START_WITHIN:g} s"], 0.0)
+                return Outcome([f"the moment did not come within {START_WITHIN:g} s"])
             time.sleep(0.001)
         time.sleep(plan.delay)
         os.kill(pids[plan.victim], plan.sign)
         began = time.monotonic()
         within = WITHIN + (STEP_TIMEOUT if plan.sign == signal.SIGSTOP else 0)
         survivors = {rank: pid for rank, pid in pids.items() if rank != plan.victim}
-        late_after = within + 30  # to tell late from never
-        ended = wait_for(survivors, began + late_after)
+        late_after = within + allowance + 30  # to tell late from never
+        ended = wait_for(survivors, began + late_after, look)
     finally:
         end_all(pids, ended)
     problems = []
     for rank in survivors:
-        log = (folder / f"log-{rank}").read_text(errors="replace")
         if rank not in ended:
             problems.append(f"rank {rank} had not ended after {late_after:g} s")
             continue
         code, when = ended[rank]
         if code not in (1, 70):
             problems.append(f"rank {rank} ended with {code}")
-        if when - began > within:
+        if when - began > within + allowance:
             problems.append(f"rank {rank} ended after {when - began:.1f} s")
-        if not re.search(rf"rank {plan.victim} \(host [^)]*\) failed", log):
-            problems.append(f"rank {rank} does not name rank {plan.victim}")
+        if named.get(rank, 1e9) > within:
+            problems.append(f"rank {rank} named rank {plan.victim} after {named.get(rank)} s")
         if plan.sign == signal.SIGSTOP and not (folder / "stacks" / f"rank-{rank}.txt").exists():
             problems.append(f"rank {rank} has written no stacks")
     problems += check_saved(plan, folder, resume)
-    return Outcome(problems, max((when - began for _, when in ended.values()), default=0.0))
+    slowest = max((when - began for _, when in ended.values()), default=0.0)
+    return Outcome(problems, max(named.values(), default=0.0), slowest)
 
 
 def check_saved(plan: Plan, folder: Path, resume: bool) -> list[str]:
@@ -319,29 +340,41 @@ def main() -> int:
         "--resume-every", type=int, default=10, help="trials that also go on from the newest checkpoint"
     )
     parser.add_argument("--keep", type=Path, default=None, help="where folders of trials with problems are kept")
+    parser.add_argument(
+        "--allowance", type=float, default=0.0, help="seconds more for processes to end, on a machine that is busy"
+    )
     chosen = parser.parse_args()
     if chosen.only is not None:
         plans = [Plan.draw(chosen.only, signal.SIGSTOP if chosen.stop else signal.SIGKILL)]
     else:
         plans = [Plan.draw(chosen.seed + i, signal.SIGKILL) for i in range(chosen.kills)]
         plans += [Plan.draw(chosen.seed + i, signal.SIGSTOP) for i in range(chosen.kills, chosen.kills + chosen.stops)]
+    if chosen.victim is not None:
+        plans = [replace(plan, victim=chosen.victim) for plan in plans]
     torch.set_num_threads(1)
     assert threading.active_count() == 1, "ranks are forked"
     bad = 0
-    slowest = dict.fromkeys((signal.SIGKILL, signal.SIGSTOP), 0.0)
+    outcomes: dict[signal.Signals, list[Outcome]] = {signal.SIGKILL: [], signal.SIGSTOP: []}
     for number, plan in enumerate(plans):
         folder = Path(tempfile.mkdtemp(prefix="kills-"))
         resume = number % chosen.resume_every == 0
-        outcome = run_trial(plan, folder, resume)
-        slowest[plan.sign] = max(slowest[plan.sign], outcome.seconds)
+        outcome = run_trial(plan, folder, resume, chosen.allowance)
+        outcomes[plan.sign].append(outcome)
         bad += bool(outcome.problems)
         what = "; ".join(outcome.problems) or "all survivors ended and named it, checkpoints are whole"
-        print(f"{plan}: {what} ({outcome.seconds:.1f} s{', resumed' if resume else ''})", flush=True)
+        times = f"named after {outcome.named:.1f} s, ended after {outcome.ended:.1f} s{', resumed' * resume}"
+        print(f"{plan}: {what} ({times})", flush=True)
         if outcome.problems and chosen.keep is not None:
             shutil.copytree(folder, chosen.keep / f"seed-{plan.seed}", dirs_exist_ok=True)
         shutil.rmtree(folder)
-    times = ", ".join(f"{sign.name}: {s:.1f} s" for sign, s in slowest.items() if s)
-    print(f"{len(plans) - bad} of {len(plans)} trials as documented; slowest end after {times}")
+    for sign, those in outcomes.items():
+        if those:
+            good = sum(not o.problems for o in those)
+            named, ended = (sorted(getattr(o, name) for o in those) for name in ("named", "ended"))
+            print(f"{sign.name}: {good} of {len(those)} as documented; seconds, median and slowest:", end=" ")
+            print(
+                f"named {named[len(named) // 2]:.1f}, {named[-1]:.1f}; ended {ended[len(ended) // 2]:.1f}, {ended[-1]:.1f}"
+            )
     return int(bad > 0)
 
 
