@@ -245,6 +245,16 @@ def wait_for(
     return ended
 
 
+def state(pid: int) -> str:
+    """What a late process does, where the system tells."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks = os.sysconf("SC_CLK_TCK")
+        return f"state {fields[0]}, {(int(fields[11]) + int(fields[12])) / ticks:.1f} s of CPU time used"
+    except OSError:
+        return "unknown"
+
+
 def end_all(pids: dict[int, int], ended: dict[int, Any]) -> None:
     for rank, pid in pids.items():
         if rank not in ended:
@@ -279,12 +289,13 @@ def run_trial(plan: Plan, folder: Path, resume: bool, allowance: float = 0.0) ->
         survivors = {rank: pid for rank, pid in pids.items() if rank != plan.victim}
         late_after = within + allowance + 30  # to tell late from never
         ended = wait_for(survivors, began + late_after, look)
+        states = {rank: state(pid) for rank, pid in survivors.items() if rank not in ended}
     finally:
         end_all(pids, ended)
     problems = []
     for rank in survivors:
         if rank not in ended:
-            problems.append(f"rank {rank} had not ended after {late_after:g} s")
+            problems.append(f"rank {rank} had not ended after {late_after:g} s ({states.get(rank, '?')})")
             continue
         code, when = ended[rank]
         if code not in (1, 70):
@@ -336,6 +347,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first trial")
     parser.add_argument("--only", type=int, default=None, help="repeat the trial with this seed")
     parser.add_argument("--stop", action="store_true", help="with --only: SIGSTOP instead of SIGKILL")
+    parser.add_argument("--victim", type=int, default=None, help="always this rank; 0 keeps the store")
     parser.add_argument(
         "--resume-every", type=int, default=10, help="trials that also go on from the newest checkpoint"
     )

@@ -167,8 +167,11 @@ def go_on(rank: int, world_size: int, mode: str, path: str, steps: int) -> tuple
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("sign", "mode", "world_size"),
-    [(signal.SIGTERM, "strict", 2), (signal.SIGUSR1, "strict", 2), (signal.SIGUSR1, "alone", 2)]
-    + [(signal.SIGUSR1, "strict", 1), (signal.SIGTERM, "strict", 1)],
+    [
+        (signal.SIGTERM, "alone", 2),
+        (signal.SIGUSR1, "strict", 2),
+        (signal.SIGUSR1, "strict", 1),
+    ],
 )
 def test_a_signal_saves_what_a_new_run_goes_on_from(
     sign: signal.Signals, mode: str, world_size: int, tmp_path: Path
