@@ -384,9 +384,8 @@ def main() -> int:
             good = sum(not o.problems for o in those)
             named, ended = (sorted(getattr(o, name) for o in those) for name in ("named", "ended"))
             print(f"{sign.name}: {good} of {len(those)} as documented; seconds, median and slowest:", end=" ")
-            print(
-                f"named {named[len(named) // 2]:.1f}, {named[-1]:.1f}; ended {ended[len(ended) // 2]:.1f}, {ended[-1]:.1f}"
-            )
+            middle = len(those) // 2
+            print(f"named {named[middle]:.1f}, {named[-1]:.1f}; ended {ended[middle]:.1f}, {ended[-1]:.1f}")
     return int(bad > 0)
 
 
