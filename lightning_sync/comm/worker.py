@@ -24,6 +24,25 @@ _SLICE_OVER = "Operation timed out!"
 OnError = Callable[[BaseException, str], None]
 
 
+def wait_in_slices(work: dist.Work, given_up: Callable[[], bool]) -> bool:
+    """Wait for a collective of gloo on a thread that may have to give it up.
+
+    Returns:
+        Whether it is done; False as soon as `given_up()`, half a second later at most.
+    """
+    while not given_up():
+        try:
+            work.wait(_SLICE)
+        except RuntimeError as error:
+            if not work.is_completed():  # only the slice is over
+                continue
+            if not str(error).startswith(_SLICE_OVER):
+                raise
+            work.wait()  # it was completed as the slice ended
+        return True
+    return False
+
+
 class Promise:
     """A future for DDP, and the tensor it will hold; completed once, by whoever comes first."""
 
@@ -135,28 +154,18 @@ class ThreadExecutor(Executor):
         self.rounds += 1
         # Not through `work.get_future().add_done_callback`: called while gloo completes the future, it dead-locks
         # now and then (torch 2.13, seen in 2 of 15 starts on a loaded machine).
-        while self.error is None:
-            try:
-                work.wait(_SLICE)
-                return
-            except RuntimeError as error:
-                if not work.is_completed():  # only the slice is over
-                    continue
-                self._raise_final(work, error)
-                return
-        raise self.error  # aborted: the rest of this reduction has no partners
-
-    def _raise_final(self, work: dist.Work, error: RuntimeError) -> None:
-        """Raise what a completed collective ended with; it may also have succeeded as its slice ended."""
-        if str(error).startswith(_SLICE_OVER):
-            work.wait()
-        elif "imed out" not in str(error):
-            raise error
-        else:
+        try:
+            done = wait_in_slices(work, lambda: self.error is not None)
+        except RuntimeError as error:
+            if "imed out" not in str(error):
+                raise
             raise TimeoutError(
                 f"a collective was not done after {self.deadline:g} s (step_timeout): another rank has stopped, hangs, "
                 "or has not reached this point. Raise step_timeout if a step may take that long."
             ) from error
+        if not done:  # aborted: the rest of this reduction has no partners
+            assert self.error is not None
+            raise self.error
 
     @override
     def abort(self, error: BaseException) -> None:
