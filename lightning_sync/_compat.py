@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import logging
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +20,6 @@ import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
@@ -32,9 +34,12 @@ __all__ = [
     "SIGTERMException",
     "bucket_order",
     "default_store",
+    "listen_to_compiler",
     "pin_buckets",
-    "replace_sigterm_broadcasts",
+    "replace_signal_handling",
     "requested_precision",
+    "set_default_group_timeout",
+    "stop_listening_to_compiler",
 ]
 
 
@@ -51,18 +56,21 @@ def requested_precision(trainer: pl.Trainer) -> str:
     return str(trainer._accelerator_connector._precision_flag)
 
 
-def replace_sigterm_broadcasts(
-    trainer: pl.Trainer, request_stop: Callable[[str], None], begin_batch: Callable[[], bool]
+def replace_signal_handling(
+    trainer: pl.Trainer, request_stop: Callable[[str], None], begin_batch: Callable[[], bool] | None
 ) -> None:
-    """Take out Lightning's two SIGTERM collectives, and put an agreement without collectives in their place.
+    """Take out Lightning's two SIGTERM collectives, put an agreement in their place, and listen to SIGUSR1 as well.
 
     Lightning broadcasts a flag before every training batch, in lock-step and inside an `except Exception` that hides
     dead ranks; and its signal handler broadcasts once more, unmatched if ranks are at different places.
 
+    SIGUSR1 stays as it is where somebody handles it already: the user, or Lightning's requeueing under SLURM.
+
     Args:
         trainer: The trainer, before it registers its signal handlers.
-        request_stop: Called in the signal handler.
-        begin_batch: Called before every training batch; True when all ranks must stop before it.
+        request_stop: Called in the signal handler, with the signal's name.
+        begin_batch: Called before every training batch; True when all ranks must stop before it. `None`: there is one
+            rank; Lightning stops it itself, after the batch in which the signal came.
     """
     connector = trainer._signal_connector
 
@@ -73,14 +81,62 @@ def replace_sigterm_broadcasts(
             launcher.kill(signum)
         request_stop("SIGTERM")
 
+    def on_sigusr1(signum: int, frame: Any) -> None:
+        log.info("rank %d received SIGUSR1; all ranks will save and stop before the same batch.", trainer.global_rank)
+        request_stop("SIGUSR1")
+        if begin_batch is None:
+            connector.received_sigterm = True
+
+    def register() -> None:
+        type(connector).register_signal_handlers(connector)
+        sigusr1 = getattr(signal, "SIGUSR1", None)
+        if sigusr1 is not None and signal.getsignal(sigusr1) == signal.SIG_DFL:
+            connector._register_signal(sigusr1, on_sigusr1)  # Lightning puts back what was there, in its teardown
+
     def before_batch() -> None:
+        assert begin_batch is not None
         if begin_batch():
-            rank_zero_info(f"Stopped at step {trainer.global_step}, after SIGTERM, on all ranks alike.")
             connector.received_sigterm = True
             raise SIGTERMException
 
-    connector._sigterm_notifier_fn = on_sigterm  # type: ignore[method-assign,assignment]
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = before_batch  # type: ignore[method-assign]
+    connector.register_signal_handlers = register  # type: ignore[method-assign]
+    if begin_batch is not None:
+        connector._sigterm_notifier_fn = on_sigterm  # type: ignore[method-assign,assignment]
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = before_batch  # type: ignore[method-assign]
+
+
+def set_default_group_timeout(timeout: timedelta) -> None:
+    """Give the default group another time-out (a torch without it keeps its own)."""
+    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    if set_timeout is not None:
+        set_timeout(timeout)
+
+
+Listener = tuple[Any, Callable[[Any], None], Callable[[Any], None]]
+
+
+def listen_to_compiler(begins: Callable[[], None], ends: Callable[[], None]) -> Listener | None:
+    """Call back when torch compiles something, if it was imported for that; `None`: it was not, or cannot tell."""
+    handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    if handler is None:
+        return None
+
+    def on_start(_: Any) -> None:
+        begins()
+
+    def on_end(_: Any) -> None:
+        ends()
+
+    handler.register_start_callback(on_start)
+    handler.register_end_callback(on_end)
+    return handler, on_start, on_end
+
+
+def stop_listening_to_compiler(listener: Listener) -> None:
+    """Take the callbacks back."""
+    handler, on_start, on_end = listener
+    handler.remove_start_callback(on_start)
+    handler.remove_end_callback(on_end)
 
 
 def bucket_order(model: DistributedDataParallel) -> list[nn.Parameter]:

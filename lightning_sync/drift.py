@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sync.comm.groups import abandon
+from lightning_sync.comm.worker import wait_in_slices
+
 _ROW = 2**14
 # Elements hashed at a time: in a CPU's cache, and on other devices a bound on the memory that is needed for a moment.
 _BLOCK_CPU, _BLOCK = 2**16, 2**22
@@ -142,6 +145,7 @@ class DriftAlarm:
         self._digest = Hasher(len(self._tensors))
         self._pending: _Check | None = None
         self._queue: queue.SimpleQueue[_Check | None] = queue.SimpleQueue()
+        self._given_up = False
         self._thread = threading.Thread(target=self._loop, name="lightning_sync-drift", daemon=True)
         self._thread.start()
 
@@ -170,10 +174,13 @@ class DriftAlarm:
             raise pending.error
 
     def close(self, *, broken: bool = False) -> None:
-        """End the thread and give up the group; after a failure the thread may hang in it, and both are left alone."""
+        """End the thread and give up the group; after a failure a collective may hang in it, so it is never destroyed."""
+        self._given_up = broken
         self._queue.put(None)
-        self._thread.join(timeout=0.0 if broken else 5.0)
-        if not broken and not self._thread.is_alive() and dist.is_initialized():
+        self._thread.join(timeout=1.0 if broken else 5.0)
+        if broken:
+            abandon(self._group)
+        elif not self._thread.is_alive() and dist.is_initialized():
             dist.destroy_process_group(self._group)
 
     def _loop(self) -> None:
@@ -193,7 +200,9 @@ class DriftAlarm:
 
     def _gather(self, values: Tensor) -> Tensor:
         rows = [torch.empty_like(values) for _ in self._ranks]
-        dist.all_gather(rows, values, group=self._group)
+        work = dist.all_gather(rows, values, group=self._group, async_op=True)
+        if work is not None and not wait_in_slices(work, lambda: self._given_up):
+            raise RuntimeError("given up")  # the run has failed elsewhere: nobody asks any more
         return torch.stack(rows)
 
 

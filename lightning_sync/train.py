@@ -45,7 +45,7 @@ def main() -> None:
     """Compose the configuration from the command line and run it.
 
     Errors in the arguments end with exit code 1 and one sentence; HYDRA_FULL_ERROR=1 shows their traceback. A run that
-    SIGTERM stopped ends with exit code 143, without a summary.
+    SIGTERM or SIGUSR1 stopped ends with exit code 143, without a summary.
     """
     wanted = os.environ.get(_FULL_ERROR)
 
@@ -79,7 +79,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     Raises:
         UsageError: If the configuration cannot be run here; before any process group exists, except for what only a
             strategy's ``setup`` can know.
-        SystemExit: With code 143 if SIGTERM stopped the run.
+        SystemExit: With code 143 if SIGTERM or SIGUSR1 stopped the run.
     """
     check_arguments(cfg)
     ranks = find_ranks(cfg.trainer.accelerator, _plain(cfg.trainer.devices), cfg.trainer.num_nodes)
@@ -97,7 +97,10 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path, weights_only=True)
     except SIGTERMException as error:
         if trainer.is_global_zero:
-            print(f"stopped by SIGTERM at step {trainer.global_step}; {run_dir} has no summary", file=sys.stderr)
+            why = getattr(trainer.strategy, "stopped_because", None) or "SIGTERM"
+            saved = getattr(trainer.strategy, "stopped_at", None)
+            text = f"stopped by {why} at step {trainer.global_step}; {run_dir} has no summary"
+            print(text if saved is None else f"{text}; go on with ckpt_path={saved}", file=sys.stderr)
         raise SystemExit(_STOPPED) from error
     except (MisconfigurationException, ValueError, TypeError) as error:
         if summary.started:

@@ -5,15 +5,18 @@ When a new release breaks one of these, mend `lightning_sync/_compat.py`, not th
 
 import ast
 import inspect
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -68,7 +71,7 @@ def test_the_names_that_are_replaced_exist_and_are_used(trainer: Trainer) -> Non
 def test_sigterm_goes_to_the_agreement_and_no_collective_is_left(trainer: Trainer) -> None:
     asked: list[str] = []
     stop = [False]
-    _compat.replace_sigterm_broadcasts(trainer, asked.append, lambda: stop[0])
+    _compat.replace_signal_handling(trainer, asked.append, lambda: stop[0])
     trainer._signal_connector._sigterm_notifier_fn(15, None)
     assert asked == ["SIGTERM"]
     assert trainer._signal_connector.received_sigterm is False, "only once all ranks have agreed"
@@ -77,6 +80,62 @@ def test_sigterm_goes_to_the_agreement_and_no_collective_is_left(trainer: Traine
     with pytest.raises(SIGTERMException):
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
     assert trainer._signal_connector.received_sigterm is True
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs SIGUSR1")
+def test_sigusr1_is_listened_to_unless_somebody_does_already(trainer: Trainer) -> None:
+    asked: list[str] = []
+    connector = trainer._signal_connector
+    _compat.replace_signal_handling(trainer, asked.append, lambda: False)
+    connector.register_signal_handlers()
+    signal.raise_signal(signal.SIGUSR1)
+    assert asked == ["SIGUSR1"]
+    connector.teardown()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, "Lightning has put it back"
+
+    theirs = lambda *_: None  # noqa: E731
+    signal.signal(signal.SIGUSR1, theirs)
+    try:
+        connector.register_signal_handlers()
+        assert signal.getsignal(signal.SIGUSR1) is theirs
+        connector.teardown()
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs SIGUSR1")
+def test_lightnings_requeueing_keeps_sigusr1(trainer: Trainer) -> None:
+    trainer._accelerator_connector.cluster_environment = SLURMEnvironment(
+        auto_requeue=True, requeue_signal=signal.SIGUSR1
+    )
+    connector = trainer._signal_connector
+    _compat.replace_signal_handling(trainer, lambda why: None, lambda: False)
+    connector.register_signal_handlers()
+    handler: Any = signal.getsignal(signal.SIGUSR1)
+    connector.teardown()
+    assert handler.signal_handlers == [connector._slurm_sigusr_handler_fn]
+
+
+def test_the_time_out_of_the_default_group(alone: None) -> None:
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    _compat.set_default_group_timeout(timedelta(seconds=77))
+    assert backend.options._timeout == timedelta(seconds=77)
+
+
+def test_compilation_is_heard_of() -> None:
+    heard: list[str] = []
+    import torch._dynamo  # as torch.compile does
+
+    listener = _compat.listen_to_compiler(lambda: heard.append("begins"), lambda: heard.append("ends"))
+    assert listener is not None
+    try:
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    finally:
+        _compat.stop_listening_to_compiler(listener)
+    assert heard[:2] == ["begins", "ends"]
+    torch.compile(lambda x: x + 2, backend="eager")(torch.ones(2))
+    assert len(heard) % 2 == 0
+    assert heard.count("begins") == heard.count("ends")
 
 
 def test_the_launcher_and_its_observer() -> None:
@@ -174,6 +233,7 @@ TESTED = {
     "_child_processes",
     "_get_default_store",
     "_precision_flag",
+    "_register_signal",
     "_signal_connector",
     "_sigterm_notifier_fn",
     "_sleep_period",

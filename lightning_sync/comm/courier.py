@@ -10,10 +10,15 @@ from lightning_sync.comm.board import Board
 from lightning_sync.comm.failure import FailureRecord, RemoteFailure
 from lightning_sync.comm.heartbeat import LifeTable, Straggler, encode_beat
 from lightning_sync.comm.last_resort import ExitGuard
+from lightning_sync.comm.process import State, identity, state_of
+from lightning_sync.comm.progress import SETUP, Place, StepClock, explain_missing, who_is_missing
+from lightning_sync.comm.stacks import StackFile
 
 _log = logging.getLogger(__name__)
 
 _HURRY = 0.02
+_TIMED_OUT = "TimeoutError"
+_SILENT = 10.0
 _RANKS_PER_LOOK = 32
 
 
@@ -31,6 +36,8 @@ class Courier:
         lost_after: Seconds of silence after which another rank counts as failed, or None.
         agreement: This rank's part in the stop agreement.
         guard: Armed when the first failure is seen.
+        clock: How long this rank's step takes, or None: as long as it likes.
+        stacks: Where this rank's stacks go when a rank is missing.
     """
 
     def __init__(
@@ -44,6 +51,8 @@ class Courier:
         lost_after: float | None,
         agreement: StopAgreement,
         guard: ExitGuard,
+        clock: StepClock | None = None,
+        stacks: StackFile,
     ) -> None:
         self._board = board
         self._rank = rank
@@ -53,6 +62,10 @@ class Courier:
         self._lost_after = lost_after
         self._agreement = agreement
         self._guard = guard
+        self._clock = clock
+        self._stacks = stacks
+        self.place: Place = SETUP  # set by the main thread: a plain attribute, no lock
+        self.rounds: Callable[[], int] = lambda: 0  # collectives begun so far, where somebody counts them
         self.beat_every = 2 * interval
         # Every rank reads every beat: in larger runs less often, so that the store's load grows with N, not with N^2.
         self._look_every = self.beat_every * -(-world_size // _RANKS_PER_LOOK)
@@ -78,6 +91,7 @@ class Courier:
         self._count_sent = False
         self._left = False
         self._heard: set[int] = set()
+        self._processes: dict[int, str] = {}
         self._beats = 0
         self._next_beat = 0.0
         self._next_look = 0.0
@@ -104,13 +118,17 @@ class Courier:
 
     def see(self, record: FailureRecord) -> None:
         """Take note of the run's first failure; later ones are dropped."""
-        remote = record.reporter != self._rank or record.rank != self._rank
+        # Only what this rank has reported itself is on its way up on its main thread.
+        remote = record.reporter != self._rank or record.rank != self._rank or self._report is None
+        about_absence = record.reporter != record.rank or (remote and record.rank == self._rank)
         with self._lock:
             if self.failure is not None:
                 return
             failure = self.failure = RemoteFailure(record)
             self.remote = remote
             callbacks, self._callbacks = self._callbacks, []
+        if about_absence or record.type_name == _TIMED_OUT:
+            self._stacks.dump(str(failure))
         others = [other for other in range(self._world_size) if other != self._rank]
         if remote or not all(self.lives.finished(other) for other in others):
             self._guard.arm(str(failure), local=not remote)
@@ -132,9 +150,9 @@ class Courier:
 
     def lose_store(self, what: str, type_name: str) -> None:
         """Take note that the store is out of reach, which nobody can publish."""
-        host, step = self.lives.host(0), self.lives.step(0)
+        row = self.lives.row(0)
         message = f"rank 0's host, which keeps the store, is gone: {what}"
-        self.see(FailureRecord(0, host, step, "the store", type_name, message, traceback_text="", reporter=-1))
+        self.see(FailureRecord(0, row.host, row.step, row.phase, type_name, message, traceback_text="", reporter=-1))
 
     def silent(self) -> list[Straggler]:
         """Return the other unfinished ranks that have missed two signs of life."""
@@ -184,16 +202,19 @@ class Courier:
         if news != self._news:
             self._read_news()
             self._news = news
+        now = time.monotonic()
+        if self._clock is not None:
+            self._watch_step(self._clock, now)
         committed = agreement.published
         if committed is not None and not self._count_sent:
             board.post(f"count/{self._rank}", str(committed))
             self._count_sent = True
-        now = time.monotonic()
         if now >= self._next_beat or closing:
+            if self._beats == 0:
+                board.put(f"process/{self._rank}", identity())
             self._next_beat = now + self.beat_every
             self._beats += 1
-            beat = encode_beat(self._beats, agreement.count, agreement.finished, self._host)
-            board.put(f"beat/{self._rank}", beat)
+            board.put(f"beat/{self._rank}", self._beat())
         if now >= self._next_look or now < self.suspect_until:
             self._look(now)
         if not self._left and (closing or agreement.finished or self.failed.is_set()):
@@ -221,20 +242,82 @@ class Courier:
         if len(self._heard) < self._world_size:
             unheard = [rank for rank in range(self._world_size) if rank not in self._heard]
             self._heard.update(rank for rank in unheard if board.has(f"beat/{rank}"))
-        ranks = sorted(self._heard)
-        texts = board.read_all([f"beat/{rank}" for rank in ranks])
-        self.lives.observe(dict(zip(ranks, texts, strict=True)), now - self._last_look)
-        self._last_look = now
+            for rank in self._heard - self._processes.keys():
+                self._processes[rank] = board.read(f"process/{rank}")  # written before the first beat
+        self._read_beats()
         if self.failed.is_set() or self._closing:
             return
-        lost = self.silent() if now < self.suspect_until else []
-        if self._lost_after is not None:
-            lost += self._silent_for(self._lost_after)
+        lost = self._gone()
         if lost:
-            rank, host, step, quiet = lost[0]
-            message = f"no sign of life for {quiet:.1f} s: its process was killed or its host is out of reach"
-            record = FailureRecord(rank, host, step, "an unknown place", "ConnectionError", message, "", self._rank)
-            self._claim(record)
+            # What it said at last was written before it ended: that it has finished, or why it failed.
+            self._read_news()
+            self._read_beats()
+            lost = [] if self.failed.is_set() else self._gone()
+        if not lost and now < self.suspect_until:
+            lost = self.silent()
+        if not lost and self._lost_after is not None:
+            lost = self._silent_for(self._lost_after)
+        if lost:
+            self._claim_missing(lost[0], "ConnectionError", f"no sign of life for {lost[0].silent_for:.1f} s")
+
+    def _read_beats(self) -> None:
+        ranks, now = sorted(self._heard), time.monotonic()
+        texts = self._board.read_all([f"beat/{rank}" for rank in ranks])
+        self.lives.observe(dict(zip(ranks, texts, strict=True)), now - self._last_look)
+        self._last_look = now
+
+    def _gone(self) -> list[Straggler]:
+        """The other unfinished ranks of this machine whose process has ended."""
+        rows = [row for row in self.lives.unfinished() if row.rank != self._rank and row.rank in self._processes]
+        return [row for row in rows if self._state_of(row.rank) == "gone"]
+
+    def _watch_step(self, clock: StepClock, now: float) -> None:
+        """Count the time of this rank's step; if it is over, find out which rank is missing."""
+        if self.failed.is_set() or self._closing or self._agreement.finished:
+            return
+        step, place = self._agreement.count, self.place
+        clock.tick(now, step, place.paused or self.lives.pausing(self._rank, step))
+        if clock.percent < 100:
+            return
+        self._look(now)
+        own = Straggler(
+            self._rank, self._host, step, 0.0, place.phase, place.order, self.rounds(), clock.percent, place.paused
+        )
+        rows = [own if row.rank == self._rank else row for row in self.lives.unfinished()]
+        missing = who_is_missing(rows, max(self.silence, min(_SILENT, clock.limit / 4)))
+        if not self.failed.is_set():
+            self._claim_missing(missing[0], _TIMED_OUT, explain_missing(missing, rows, clock.limit))
+
+    def _claim_missing(self, row: Straggler, type_name: str, message: str) -> None:
+        state = "running" if row.rank == self._rank else self._state_of(row.rank)
+        if state == "unknown" and row.silent_for < self.silence:
+            state = "running"
+        message += {
+            "running": "",
+            "gone": ". Its process is gone: it was killed",
+            "stopped": ". Its process is stopped (SIGSTOP or a debugger), so its own stack cannot be written",
+            "unknown": ". Its process was killed or is stopped, or its host is out of reach",
+        }[state]
+        if self._stacks.path is not None:
+            message += f". Python stacks of the ranks that can write theirs: {self._stacks.path.parent}"
+        self._claim(FailureRecord(row.rank, row.host, row.step, row.phase, type_name, message, "", self._rank))
+
+    def _state_of(self, rank: int) -> State:
+        return state_of(self._processes[rank]) if rank in self._processes else "unknown"
+
+    def _beat(self) -> str:
+        agreement, place = self._agreement, self.place
+        return encode_beat(
+            self._beats,
+            agreement.count,
+            agreement.finished,
+            self._host,
+            phase=place.phase,
+            order=place.order,
+            rounds=self.rounds(),
+            percent=0 if self._clock is None else self._clock.percent,
+            paused=place.paused,
+        )
 
     def _silent_for(self, seconds: float) -> list[Straggler]:
         return [row for row in self.lives.silent(seconds) if row.rank != self._rank]
@@ -245,4 +328,5 @@ class Courier:
     def _may_go(self) -> bool:
         if time.monotonic() >= self._linger_until:
             return True
-        return self._board.add("left", 0) >= self._world_size - len(self.silent())
+        absent = {row.rank for row in self.silent() + self._gone()}
+        return self._board.add("left", 0) >= self._world_size - len(absent)

@@ -104,7 +104,9 @@ class RemoteFailure(RuntimeError):  # noqa: N818 - says what happened elsewhere,
 
     def __str__(self) -> str:
         r = self.record
-        text = f"rank {r.rank} (host {r.host}) failed at step {r.step} in {r.where}: {r.type_name}: {r.message}"
+        # What others say of a rank is what they last heard, up to a few seconds before.
+        when = "failed at step" if r.reporter == r.rank else "failed; last heard of at step"
+        text = f"rank {r.rank} (host {r.host}) {when} {r.step} in {r.where}: {r.type_name}: {r.message}"
         trace = r.traceback_text.rstrip()
         if not trace:
             return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,21 @@ class Wires:
         for wire in (self.world, self.intra, self.inter):
             if wire is not None and wire.group is not None:
                 dist.destroy_process_group(wire.group)
+
+    def abandon(self) -> None:
+        """Leave the groups as they are until the process ends, after a failure."""
+        for wire in (self.world, self.intra, self.inter):
+            if wire is not None and wire.group is not None:
+                abandon(wire.group)
+
+
+def abandon(group: dist.ProcessGroup) -> None:
+    """Never destroy a group in which a collective may be blocked.
+
+    A collective that another rank never joined cannot be cancelled. The group's destructor waits for it, so that the
+    interpreter would not end as long as the other rank lives.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.c_void_p(id(group)))
 
 
 def discover_topology(node: int, device: torch.device) -> Topology:

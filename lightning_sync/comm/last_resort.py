@@ -65,6 +65,7 @@ class ExitGuard:
         exit_code: Exit code of the ended process.
         store_timeout: Seconds that one round of store calls may take.
         on_store_silent: Called once if a round of store calls takes longer than ``store_timeout``.
+        on_end: Called with the reason right before the process ends; must not block for long.
     """
 
     def __init__(
@@ -75,12 +76,14 @@ class ExitGuard:
         exit_code: int,
         store_timeout: float,
         on_store_silent: Callable[[], None],
+        on_end: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._interval = interval
         self._grace = grace
         self._exit_code = exit_code
         self._store_timeout = store_timeout
         self._on_store_silent = on_store_silent
+        self._on_end = on_end
         self._off = threading.Event()
         self._reason: str | None = None
         self._local = False
@@ -145,4 +148,5 @@ class ExitGuard:
         # Neither Python's buffers nor its locks: a blocked thread may hold them.
         os.write(2, text.encode("utf-8", "replace"))
         faulthandler.dump_traceback(file=2, all_threads=True)
+        self._on_end(text.partition("\n\nStacks")[0])
         os._exit(self._exit_code)

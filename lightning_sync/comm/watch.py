@@ -8,7 +8,9 @@ import atexit
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
@@ -18,6 +20,8 @@ from lightning_sync.comm.courier import Courier
 from lightning_sync.comm.failure import FailureRecord, RemoteFailure
 from lightning_sync.comm.heartbeat import Straggler
 from lightning_sync.comm.last_resort import ExitGuard
+from lightning_sync.comm.progress import DATA, Place, StepClock
+from lightning_sync.comm.stacks import StackFile
 
 _PUBLISH_WAIT = 2.0
 
@@ -45,7 +49,15 @@ class Watcher:
         store_timeout: Seconds without an answer after which the store's host counts as gone. A closed connection counts
             at once; this is for a host that lost power or its network.
         lost_after: Seconds of silence after which another rank counts as failed; None (default) never. A process
-            that holds Python's interpreter lock for that long (some extensions do) would be taken for dead.
+            that holds Python's interpreter lock for that long (some extensions do) would be taken for dead. A process
+            that was killed is found out in seconds whatever this is, by the ranks of its machine (Linux) or when it is
+            missed in a collective (see :meth:`explain`).
+        step_timeout: Seconds from one ``begin_step`` to the next after which the run fails with the names of the ranks
+            that hold it up; None (default) never. Time does not count while any rank's :attr:`place` is a paused one.
+        first_timeout: The same for the first step, in which kernels are compiled and data workers start; never less
+            than ``step_timeout``.
+        stacks: Folder for the Python stacks that every rank writes (``rank-N.txt``) when a rank is missing or before
+            the process is ended; None (default): to stderr only, and only in the latter case.
 
     Raises:
         ValueError: If a number is out of range or the prefix is empty.
@@ -65,6 +77,9 @@ class Watcher:
         stop_timeout: float = 60.0,
         store_timeout: float = 10.0,
         lost_after: float | None = None,
+        step_timeout: float | None = None,
+        first_timeout: float = 1800.0,
+        stacks: Path | None = None,
     ) -> None:
         if not prefix:
             raise ValueError("prefix is empty; give each run its own, for example prefix='fit-0'")
@@ -72,9 +87,17 @@ class Watcher:
             raise ValueError(f"rank={rank} must be from 0 to world_size - 1 (world_size={world_size})")
         if not 1 <= exit_code <= 255:
             raise ValueError(f"exit_code={exit_code} must be from 1 to 255")
-        seconds = {"interval": interval, "grace": grace, "stop_timeout": stop_timeout, "store_timeout": store_timeout}
-        for name, value in (seconds if lost_after is None else {**seconds, "lost_after": lost_after}).items():
-            if not value > 0:
+        seconds = {
+            "interval": interval,
+            "grace": grace,
+            "stop_timeout": stop_timeout,
+            "store_timeout": store_timeout,
+            "lost_after": lost_after,
+            "step_timeout": step_timeout,
+            "first_timeout": first_timeout,
+        }
+        for name, value in seconds.items():
+            if value is not None and not value > 0:
                 raise ValueError(f"{name}={value} must be a number of seconds above 0")
         self._rank = rank
         self._world_size = world_size
@@ -85,12 +108,14 @@ class Watcher:
         self._pid = os.getpid()
         self._closed = False
         self._agreement = StopAgreement(lock_step=lock_step)
+        stack_file = StackFile(stacks, rank)
         self._guard = ExitGuard(
             interval=min(interval, grace / 4),
             grace=grace,
             exit_code=exit_code,
             store_timeout=store_timeout,
             on_store_silent=lambda: self._courier.lose_store(f"no answer for {store_timeout:g} s", "TimeoutError"),
+            on_end=stack_file.dump,
         )
         self._courier = Courier(
             Board(store, prefix),
@@ -101,6 +126,8 @@ class Watcher:
             lost_after=lost_after,
             agreement=self._agreement,
             guard=self._guard,
+            clock=None if step_timeout is None else StepClock(step_timeout, first_timeout, 4 * interval),
+            stacks=stack_file,
         )
         self._guard.start()
         self._courier.start()
@@ -168,6 +195,26 @@ class Watcher:
         self._courier.add_callback(callback)
 
     @property
+    def place(self) -> Place:
+        """What the main thread does, for the messages about missing ranks; setting it costs an attribute write."""
+        return self._courier.place
+
+    @place.setter
+    def place(self, place: Place) -> None:
+        self._courier.place = place
+
+    @contextmanager
+    def at(self, place: Place) -> Generator[None, None, None]:
+        """Be at ``place`` for a while, then where this rank was before."""
+        before, self._courier.place = self._courier.place, place
+        yield
+        self._courier.place = before  # not after an exception: that is where this rank failed
+
+    def count_rounds(self, rounds: Callable[[], int]) -> None:
+        """Tell ranks of one step apart by ``rounds``, the number of collectives begun so far (any thread)."""
+        self._courier.rounds = rounds
+
+    @property
     def steps(self) -> int:
         """Steps that this rank has begun."""
         return self._agreement.count
@@ -207,6 +254,8 @@ class Watcher:
         if begun is None:
             self._await_decision()
             begun = self._agreement.try_begin()
+        if begun:
+            self._courier.place = DATA
         return not begun
 
     def finish(self) -> None:

@@ -11,13 +11,36 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+_SLICE = timedelta(seconds=0.5)
+_SLICE_OVER = "Operation timed out!"
+
 OnError = Callable[[BaseException, str], None]
+
+
+def wait_in_slices(work: dist.Work, given_up: Callable[[], bool]) -> bool:
+    """Wait for a collective of gloo on a thread that may have to give it up.
+
+    Returns:
+        Whether it is done; False as soon as `given_up()`, half a second later at most.
+    """
+    while not given_up():
+        try:
+            work.wait(_SLICE)
+        except RuntimeError as error:
+            if not work.is_completed():  # only the slice is over
+                continue
+            if not str(error).startswith(_SLICE_OVER):
+                raise
+            work.wait()  # it was completed as the slice ended
+        return True
+    return False
 
 
 class Promise:
@@ -51,6 +74,7 @@ class Executor(ABC):
 
     def __init__(self, on_error: OnError | None = None) -> None:
         self.error: BaseException | None = None
+        self.rounds = 0  # collectives waited for so far: tells which rank of a blocked group has not come
         self._on_error = on_error
 
     @abstractmethod
@@ -93,8 +117,9 @@ class Executor(ABC):
 class ThreadExecutor(Executor):
     """Reductions on a thread of their own, for gloo on the CPU.
 
-    The thread blocks inside gloo, where nothing can interrupt it. So `abort` does not wake the thread, it completes the
-    promises in its place: the training thread goes on, `check` raises, and the process ends, which frees the thread.
+    A collective of gloo cannot be interrupted. So the thread waits for it in slices, and after `abort` leaves it alone:
+    a Python thread that comes back from C++ while the interpreter ends would abort the process. The promises complete
+    at once: the training thread goes on, `check` raises, and the process ends.
 
     Args:
         deadline: Seconds one collective may take; for the message only, the process group has the clock.
@@ -126,12 +151,11 @@ class ThreadExecutor(Executor):
 
     @override
     def wait(self, work: dist.Work) -> None:
-        if self.error is not None:  # aborted between two rounds: the rest of this reduction has no partners
-            raise self.error
+        self.rounds += 1
         # Not through `work.get_future().add_done_callback`: called while gloo completes the future, it dead-locks
         # now and then (torch 2.13, seen in 2 of 15 starts on a loaded machine).
         try:
-            work.wait()
+            done = wait_in_slices(work, lambda: self.error is not None)
         except RuntimeError as error:
             if "imed out" not in str(error):
                 raise
@@ -139,6 +163,9 @@ class ThreadExecutor(Executor):
                 f"a collective was not done after {self.deadline:g} s (step_timeout): another rank has stopped, hangs, "
                 "or has not reached this point. Raise step_timeout if a step may take that long."
             ) from error
+        if not done:  # aborted: the rest of this reduction has no partners
+            assert self.error is not None
+            raise self.error
 
     @override
     def abort(self, error: BaseException) -> None:
@@ -191,6 +218,7 @@ class StreamExecutor(Executor):
 
     @override
     def wait(self, work: dist.Work) -> None:
+        self.rounds += 1
         work.wait()  # makes the side stream wait, not the host
 
 

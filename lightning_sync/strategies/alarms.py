@@ -97,7 +97,7 @@ class Alarms:
             return
         self._checked = strategy.counters.steps
         for ranks in replicas:  # every rank takes part in the creation of every group
-            group = dist.new_group(ranks, timedelta(seconds=strategy.step_timeout), backend="gloo")
+            group = dist.new_group(ranks, timedelta(seconds=strategy.group_timeout), backend="gloo")
             if strategy.global_rank in ranks:
                 self._drift = DriftAlarm(self._equal_tensors(), ranks, group)
 

@@ -28,8 +28,8 @@ from lightning_sync.checks import check_flags, check_integer, check_positive, ch
 from lightning_sync.comm.counters import Counters
 from lightning_sync.comm.failure import RemoteFailure
 from lightning_sync.comm.groups import Wires, agree_on_run_id, discover_topology, make_wires
+from lightning_sync.comm.progress import BACKWARD, OPTIMIZER
 from lightning_sync.comm.topology import Bytes
-from lightning_sync.comm.watch import Watcher
 from lightning_sync.comm.worker import Executor, executor_for
 from lightning_sync.compressors import Compressor, ErrorFeedback, Route
 from lightning_sync.nonfinite import NonFinite
@@ -37,6 +37,7 @@ from lightning_sync.reducer import Reducer
 from lightning_sync.strategies.alarms import Alarms
 from lightning_sync.strategies.hooks import ModeHooks
 from lightning_sync.strategies.resume import Keeper
+from lightning_sync.strategies.watched import Watched
 from lightning_sync.validity import check_combination
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ log = logging.getLogger(__name__)
 _FLAGS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
 
 
-class SyncStrategy(ModeHooks, DDPStrategy):
+class SyncStrategy(ModeHooks, Watched):
     """Base class of all strategies; see the subclasses for when replicas meet.
 
     Args:
@@ -58,7 +59,12 @@ class SyncStrategy(ModeHooks, DDPStrategy):
             is when there are several nodes with several ranks each. Without a compressor only when asked for.
         seed: Seed of the compressors' private random numbers.
         setup_timeout: Seconds that ranks may take to find each other (30 minutes by default).
-        step_timeout: Seconds that one collective of a reduction may wait for the slowest rank before the run is ended.
+        step_timeout: Seconds from the start of one training batch to the start of the next, after which the run ends on
+            all ranks with the names of those that are missing. Time spent in validation, saving or compilation on any
+            rank does not count, and the first batch may take ``setup_timeout``. It is also the time after which a rank
+            without any sign of life (stopped, or on a host that has gone) counts as lost.
+        stacks_dir: Where every rank writes its Python stacks (``rank-N.txt``) when a rank is missing or has to be ended
+            by force. `None`: ``stacks`` in the logger's directory, without a logger in ``default_root_dir``.
         non_finite: What happens when a gradient holds inf or NaN, on all ranks alike: ``"skip"`` the step, or
             ``"raise"`` `NonFiniteError`. `None`: skip with a loss scaler; raise without one, where something is
             compressed; elsewhere nothing is looked at, as in DDP. Skipping holds buckets until backward has ended.
@@ -85,6 +91,7 @@ class SyncStrategy(ModeHooks, DDPStrategy):
         seed: int = 0,
         setup_timeout: float | None = None,
         step_timeout: float = 120.0,
+        stacks_dir: str | Path | None = None,
         non_finite: NonFinite | None = None,
         drift_check_every: int = 100,
         **kwargs: Any,
@@ -107,9 +114,9 @@ class SyncStrategy(ModeHooks, DDPStrategy):
         self.two_level = two_level
         self.seed = seed
         self.step_timeout = float(step_timeout)
+        self.stacks_dir = stacks_dir
         self.counters = Counters()
         self._reducer: Reducer | None = None
-        self._watcher: Watcher | None = None
         self._executors: list[Executor] = []
         self._keeper = Keeper(self)
         self._alarms = Alarms(self, non_finite, drift_check_every)
@@ -179,6 +186,7 @@ class SyncStrategy(ModeHooks, DDPStrategy):
             self._open(trainer)
         super().setup(trainer)
         self._keeper.apply()
+        self.after_setup()
         if trainer.state.fn == TrainerFn.FITTING:
             self._alarms.open()
         if self._reducer is not None:
@@ -192,11 +200,7 @@ class SyncStrategy(ModeHooks, DDPStrategy):
             claim()
         run = agree_on_run_id(self.root_device)
         self._keeper.open(run)
-        self._watcher = Watcher(
-            _compat.default_store(), self.global_rank, self.world_size, prefix=f"lightning_sync/{run}"
-        )
-        if self.world_size > 1:
-            _compat.replace_sigterm_broadcasts(trainer, self._watcher.request_stop, self._begin_batch)
+        self.start_watching(trainer, run)
 
     @property
     def _executor(self) -> Executor | None:
@@ -206,13 +210,14 @@ class SyncStrategy(ModeHooks, DDPStrategy):
     def _make_wires(self, two_level: bool | None) -> Wires:
         """Groups and the executor for reductions over all ranks (collective)."""
         topology = discover_topology(self.node_rank, self.root_device)
-        return make_wires(topology, self.counters, self._make_executor().wait, two_level, self.step_timeout)
+        return make_wires(topology, self.counters, self._make_executor().wait, two_level, self.group_timeout)
 
     def _make_executor(self, device: torch.device | None = None) -> Executor:
         """A thread (or stream) for reductions, tied to the watcher both ways."""
         assert self._watcher is not None
-        executor = executor_for(device or self.root_device, self.step_timeout, self._report)
+        executor = executor_for(device or self.root_device, self.group_timeout, self._report)
         self._executors.append(executor)
+        self._watcher.count_rounds(lambda: sum(e.rounds for e in self._executors))
         self._watcher.on_failure(executor.abort)
         return executor
 
@@ -241,10 +246,6 @@ class SyncStrategy(ModeHooks, DDPStrategy):
 
     # ---- Lightning: training -----------------------------------------------------------------------------------------
 
-    def _begin_batch(self) -> bool:
-        assert self._watcher is not None
-        return self._watcher.begin_step()
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Tell the mode that a batch begins."""
         self._alarms.begin_batch()
@@ -255,6 +256,7 @@ class SyncStrategy(ModeHooks, DDPStrategy):
         """As Lightning's, with `after_backward` where gradients are complete and nobody has looked at them yet."""
         module = self.lightning_module
         assert isinstance(module, LightningModule)
+        self._at(BACKWARD)
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         try:
@@ -265,6 +267,7 @@ class SyncStrategy(ModeHooks, DDPStrategy):
             raise
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
+        self._at(OPTIMIZER)
         return closure_loss
 
     def _blame(self, error: RuntimeError) -> None:
@@ -290,7 +293,8 @@ class SyncStrategy(ModeHooks, DDPStrategy):
         def write() -> None:
             super(SyncStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
 
-        self._keeper.save(checkpoint, os.fspath(filepath), write)
+        with self._saving():
+            self._keeper.save(checkpoint, os.fspath(filepath), write)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the checkpoint, and check what lies beside it; it is applied once the reducer exists."""
@@ -323,6 +327,8 @@ class SyncStrategy(ModeHooks, DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, or learn from them (no collective: this may run on one rank only)."""
         super().on_exception(exception)
+        if isinstance(exception, _compat.SIGTERMException) and self.world_size == 1:
+            self.save_alone()
         if self._watcher is None or isinstance(exception, (_compat.SIGTERMException, RemoteFailure)):
             return
         if not _is_collective_error(exception):
@@ -345,13 +351,14 @@ class SyncStrategy(ModeHooks, DDPStrategy):
         self._executors = []
         if self._watcher is not None:
             broken = broken or self._watcher.failure is not None
-            self._watcher.close()
-            self._watcher = None
+        self.stop_watching()
         self._alarms.close(broken=broken)
         if self._reducer is not None:
-            # After a failure a thread may still sit in a collective of these groups; they end with the process.
-            if not broken and dist.is_initialized():
-                for wires in self._all_wires():
+            for wires in self._all_wires():
+                if broken:
+                    # Their threads may still sit in a collective, for which a destructor would wait.
+                    wires.abandon()
+                elif dist.is_initialized():
                     wires.close()
             self._reducer = None
 

@@ -153,7 +153,7 @@ class HybridStrategy(UnwrappedStrategy):
             self.counters,
             executor.wait,
             self.two_level,
-            self.step_timeout,
+            self.group_timeout,
             backend="gloo" if device != self.root_device else None,
         )
         table = {spec.name: (spec, p) for spec, p in named}
@@ -179,7 +179,7 @@ class HybridStrategy(UnwrappedStrategy):
             assert self._executor is not None
             if executor is not self._executor:  # gradients keep to their own thread and backend
                 wires = make_wires(
-                    wires.world.topology, self.counters, self._executor.wait, self.two_level, self.step_timeout
+                    wires.world.topology, self.counters, self._executor.wait, self.two_level, self.group_timeout
                 )
             self._warm = Reducer([spec for spec, _ in named], as_route(Exact()), wires, seed=self.seed)
 

@@ -92,7 +92,7 @@ class UnwrappedStrategy(SyncStrategy):
         assert module is not None
         topology = discover_topology(self.node_rank, self.root_device)
         self._replicas = resolve_replica(self.replica, topology)
-        wire = make_group_wire(self._replicas, topology, self.counters, self._make_executor().wait, self.step_timeout)
+        wire = make_group_wire(self._replicas, topology, self.counters, self._make_executor().wait, self.group_timeout)
         named = param_specs(module)
         self._inner = Reducer([spec for spec, _ in named], as_route(Exact()), Wires(wire), seed=self.seed)
         self._reducer = self._inner

@@ -107,9 +107,11 @@ class TestStopAgreement:
 class TestLifeTable:
     def test_names_who_is_behind_and_who_is_silent(self):
         table = LifeTable(3, longest_gap=10)
-        table.observe({0: encode_beat(1, 5, False, "a"), 1: encode_beat(1, 4, False, "b"), 2: "nonsense"}, 1)
-        table.observe({0: encode_beat(2, 6, False, "a"), 1: encode_beat(1, 4, False, "b")}, 3)
-        assert next(str(row) for row in table.behind(6)) == "rank 1 (host b) at step 4, last heard of 3.0 s ago"
+        late = encode_beat(1, 4, False, "b", phase="waiting for data")
+        table.observe({0: encode_beat(1, 5, False, "a"), 1: late, 2: "nonsense"}, 1)
+        table.observe({0: encode_beat(2, 6, False, "a"), 1: late}, 3)
+        text = "rank 1 (host b) at step 4 in waiting for data, last heard of 3.0 s ago"
+        assert next(str(row) for row in table.behind(6)) == text
         assert [row.rank for row in table.silent(2)] == [1]  # rank 2 was never heard of: not started is not dead
 
     def test_a_finished_rank_is_neither(self):

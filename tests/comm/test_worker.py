@@ -15,7 +15,7 @@ from tests.workers import run_ranks
 
 
 class FakeWork:
-    """A collective that ends when the test says so; like gloo's, it blocks and cannot be interrupted."""
+    """A collective that ends when the test says so; like gloo's, it cannot be cancelled, but waited for in slices."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -25,8 +25,12 @@ class FakeWork:
         self.error = error
         self.ended.set()
 
-    def wait(self) -> None:
-        self.ended.wait()
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if not self.ended.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("Operation timed out!")
         if self.error is not None:
             raise self.error
 
@@ -161,6 +165,22 @@ def test_what_a_collective_raises_comes_out_of_the_wait(executor: ThreadExecutor
     submit(executor, lambda: executor.wait(work)).wait()  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         executor.check()
+
+
+def test_a_collective_may_take_longer_than_a_slice_of_the_wait(executor: ThreadExecutor) -> None:
+    work = FakeWork()
+    threading.Timer(1.2, work.finish).start()
+    start = time.monotonic()
+    submit(executor, lambda: executor.wait(work)).wait()  # type: ignore[arg-type]
+    executor.check()
+    assert 1.2 <= time.monotonic() - start < 1.7
+
+
+def test_after_an_abort_the_thread_leaves_the_collective_alone(executor: ThreadExecutor) -> None:
+    submit(executor, lambda: executor.wait(FakeWork()))  # type: ignore[arg-type]
+    executor.abort(ConnectionError("rank 2 is gone"))
+    executor.close()
+    assert not executor._thread.is_alive()
 
 
 def test_a_finished_collective_does_not_block(executor: ThreadExecutor) -> None:

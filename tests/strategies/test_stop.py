@@ -2,14 +2,20 @@
 
 import os
 import signal
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_utilities.core import rank_zero
 
 import lightning_sync as ls
+from lightning_sync.checkpoint.describe import describe
+from tests.checkpoint.runs import Said
 from tests.models import Toy, fit
 from tests.workers import run_ranks
 
@@ -124,3 +130,60 @@ def test_nothing_is_sent_that_the_mode_does_not_need() -> None:
     )
     assert counts["strict, int8, accumulate 4"] == {"all_to_all_single": 2 * 2, "all_reduce": 2 * 1}
     assert counts["alone"] == {}
+
+
+def interrupt(rank: int, world_size: int, sign: int, mode: str, folder: Path) -> tuple[str, str, int, str]:
+    """Rank 1 (or the only one) gets a signal in batch 6 of a run that keeps checkpoints."""
+
+    class Interrupt(Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_rank == world_size - 1 and trainer.global_step == 5:
+                os.kill(os.getpid(), sign)
+
+    torch.manual_seed(0)
+    strategy: Any = ls.UnwrappedStrategy(replica="rank") if mode == "alone" else ls.StrictStrategy(compressor="int8")
+    keep = ModelCheckpoint(folder, every_n_train_steps=100_000)
+    ended = "no"
+    try:
+        fit(Toy(), strategy, world_size, max_steps=100_000, enable_checkpointing=True, callbacks=[Interrupt(), keep])
+    except SystemExit as stop:
+        ended = type(stop).__name__
+    trainer = strategy.attached_trainer()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, "put back after the run"
+    return ended, str(strategy.stopped_because), trainer.global_step, str(strategy.stopped_at)
+
+
+def go_on(rank: int, world_size: int, mode: str, path: str, steps: int) -> tuple[int, int, list[str]]:
+    torch.manual_seed(1)
+    strategy: Any = ls.UnwrappedStrategy(replica="rank") if mode == "alone" else ls.StrictStrategy(compressor="int8")
+    said = Said()
+    rank_zero.log.addHandler(said)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+        trainer = fit(Toy(), strategy, world_size, max_steps=steps, ckpt_path=path)
+    return trainer.global_step, strategy.counters.steps, said.lines
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("sign", "mode", "world_size"),
+    [
+        (signal.SIGTERM, "alone", 2),
+        (signal.SIGUSR1, "strict", 2),
+        (signal.SIGUSR1, "strict", 1),
+    ],
+)
+def test_a_signal_saves_what_a_new_run_goes_on_from(
+    sign: signal.Signals, mode: str, world_size: int, tmp_path: Path
+) -> None:
+    ranks = run_ranks(interrupt, world_size, sign, mode, tmp_path, init="env", deadline=120)
+    assert len(set(ranks)) == 1, ranks
+    ended, why, step, path = ranks[0]
+    assert ended == "SIGTERMException"
+    assert sign.name in why
+    assert step >= 6
+    assert Path(path) == tmp_path / f"stopped-step={step}.ckpt"
+    assert f"step        {step}" in describe(path)
+    resumed = run_ranks(go_on, world_size, mode, path, step + 3, init="env", deadline=120)
+    assert [r[:2] for r in resumed] == [(step + 3, step + 3)] * world_size
+    assert any("bit for bit" in line for line in resumed[0][2]), resumed[0][2]

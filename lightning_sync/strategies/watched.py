@@ -1,0 +1,161 @@
+"""What a strategy tells its watcher, and what it does when ranks have agreed to stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_sync import _compat
+from lightning_sync.comm.progress import COMPILATION, END, FORWARD, SAVING, SETUP, VALIDATION, Place
+from lightning_sync.comm.watch import Watcher
+
+_AGREED_WITHIN = 10.0
+
+
+class Watched(DDPStrategy):
+    """Tells the watcher in which phase the main thread is, and saves when SIGTERM or SIGUSR1 ends the run.
+
+    Attributes:
+        stopped_because: Why ranks agreed to stop, once they have; with the rank that asked.
+        stopped_at: The checkpoint that was saved then.
+    """
+
+    step_timeout: float
+    stacks_dir: str | Path | None
+    stopped_because: str | None = None
+    stopped_at: str | None = None
+    _watcher: Watcher | None = None
+    _listening: _compat.Listener | None = None
+    _outside_validation: Place = SETUP
+    _outside_compilation: Place = SETUP
+
+    @property
+    def _setup_seconds(self) -> float:
+        return (self._timeout or default_pg_timeout).total_seconds()
+
+    @property
+    def group_timeout(self) -> float:
+        """Seconds for the groups' own clocks, which name nobody: long enough for the watcher to come first."""
+        return max(default_pg_timeout.total_seconds(), self._setup_seconds, 4 * self.step_timeout)
+
+    def start_watching(self, trainer: Trainer, run: str) -> Watcher:
+        """Make the watcher of one fit (all ranks; `run` is its random id)."""
+        log_dir = trainer.log_dir if self.stacks_dir is None else None  # a broadcast: all ranks or none
+        self.stopped_because = self.stopped_at = None
+        self._watcher = Watcher(
+            _compat.default_store(),
+            self.global_rank,
+            self.world_size,
+            prefix=f"lightning_sync/{run}",
+            step_timeout=self.step_timeout,
+            first_timeout=self._setup_seconds,
+            lost_after=self.step_timeout,
+            store_timeout=max(10.0, self.step_timeout),
+            stacks=Path(self.stacks_dir or Path(log_dir or trainer.default_root_dir) / "stacks"),
+        )
+        _compat.replace_signal_handling(
+            trainer, self._watcher.request_stop, self._begin_batch if self.world_size > 1 else None
+        )
+        return self._watcher
+
+    def after_setup(self) -> None:
+        """Make the default group's clock slower than the watcher's, and listen for compilation."""
+        _compat.set_default_group_timeout(timedelta(seconds=self.group_timeout))
+        if self._watcher is not None and self._listening is None:
+            self._listening = _compat.listen_to_compiler(self._compilation_begins, self._compilation_ends)
+
+    def stop_watching(self) -> None:
+        """Close the watcher; no collective."""
+        if self._listening is not None:
+            _compat.stop_listening_to_compiler(self._listening)
+            self._listening = None
+        if self._watcher is not None:
+            self._watcher.close()
+            self._watcher = None
+
+    # ---- phases ------------------------------------------------------------------------------------------------------
+
+    def _at(self, place: Place) -> None:
+        if self._watcher is not None:
+            self._watcher.place = place
+
+    @contextmanager
+    def _saving(self) -> Generator[None, None, None]:
+        if self._watcher is None:
+            yield
+            return
+        with self._watcher.at(SAVING):
+            yield
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Note that the batch is there."""
+        self._at(FORWARD)
+        super().on_train_batch_start(batch, batch_idx)
+
+    def on_validation_start(self) -> None:
+        """Stop the clock of the step."""
+        if self._watcher is not None:
+            self._outside_validation, self._watcher.place = self._watcher.place, VALIDATION
+        super().on_validation_start()
+
+    def on_validation_end(self) -> None:
+        """Let the clock of the step go on."""
+        self._at(self._outside_validation)
+        super().on_validation_end()
+
+    def on_train_end(self) -> None:
+        """No step will follow."""
+        self._at(END)
+        super().on_train_end()
+
+    def _compilation_begins(self) -> None:
+        if self._watcher is not None:
+            self._outside_compilation, self._watcher.place = self._watcher.place, COMPILATION
+
+    def _compilation_ends(self) -> None:
+        self._at(self._outside_compilation)
+
+    # ---- stops -------------------------------------------------------------------------------------------------------
+
+    def _begin_batch(self) -> bool:
+        assert self._watcher is not None
+        stops = self._watcher.begin_step()
+        if stops:
+            self._save_and_stop(self._watcher)
+        return stops
+
+    def save_alone(self) -> None:
+        """Save after a stop of the only rank, for which Lightning has raised already."""
+        if self._watcher is None:
+            return
+        self._watcher.request_stop("SIGTERM or SIGUSR1")
+        until = time.monotonic() + _AGREED_WITHIN
+        while self._watcher.stop_at is None and time.monotonic() < until:
+            time.sleep(0.01)
+        self._save_and_stop(self._watcher)
+
+    def _save_and_stop(self, watcher: Watcher) -> None:
+        """Save on all ranks, which all are at the same boundary between two steps."""
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        self.stopped_because = watcher.stop_reason
+        what = f"Stopped at step {trainer.global_step}, on all ranks alike, after {self.stopped_because}."
+        callback = trainer.checkpoint_callback
+        if callback is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            rank_zero_warn(f"{what} Nothing is saved, since the Trainer has enable_checkpointing=False.")
+            return
+        folder = getattr(callback, "dirpath", None) or trainer.default_root_dir
+        path = f"{str(folder).rstrip('/')}/stopped-step={trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        self.stopped_at = path
+        rank_zero_info(f"{what} Go on with ckpt_path={path}")
