@@ -83,16 +83,18 @@ def replace_sigterm_broadcasts(
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = before_batch  # type: ignore[method-assign]
 
 
-def bucket_order(model: DistributedDataParallel) -> list[nn.Parameter]:
+def bucket_order(model: DistributedDataParallel, *, collective: bool = True) -> list[nn.Parameter]:
     """The parameters in the order of DDP's buckets, as laid out after the first step (collective after just one step).
 
     DDP lays its buckets out anew before its second forward. After a single step that is still to come, and has to be
-    done here; after more, its logging data tells.
+    done here, unless `collective` is False (then the order is empty); after more, its logging data tells.
     """
     members = [p for p in model.module.parameters() if p.requires_grad]
     rebuilt = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
     if rebuilt:
         return [members[int(i)] for bucket in rebuilt.split(",") for i in bucket.split()]
+    if not collective:
+        return []
     model.reducer._rebuild_buckets()
     known = {id(p): p for p in members}
     return [known[id(p)] for bucket in model.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()]

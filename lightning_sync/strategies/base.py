@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_sync import _compat, aggregators, compressors
 from lightning_sync.aggregators import Aggregator
+from lightning_sync.checkpoint.manifest import LOCAL
 from lightning_sync.checks import check_flags, check_integer, check_positive, check_seconds
 from lightning_sync.comm.counters import Counters
 from lightning_sync.comm.failure import RemoteFailure
@@ -57,6 +58,9 @@ class SyncStrategy(ModeHooks, DDPStrategy):
         two_level: Reduce inside each node exactly and compress only between nodes. `None`: where it saves bytes, that
             is when there are several nodes with several ranks each. Without a compressor only when asked for.
         seed: Seed of the compressors' private random numbers.
+        save_local: ``"all"``: keep the state of every rank beside a checkpoint, so that a run can go on bit for bit.
+            ``"consensus"``: keep only what is the same on all ranks; residuals, random generators, and what replicas
+            have of their own, start afresh at a resume.
         setup_timeout: Seconds that ranks may take to find each other (30 minutes by default).
         step_timeout: Seconds that one collective of a reduction may wait for the slowest rank before the run is ended.
         non_finite: What happens when a gradient holds inf or NaN, on all ranks alike: ``"skip"`` the step, or
@@ -83,6 +87,7 @@ class SyncStrategy(ModeHooks, DDPStrategy):
         error_feedback: bool = True,
         two_level: bool | None = None,
         seed: int = 0,
+        save_local: Literal["all", "consensus"] = "all",
         setup_timeout: float | None = None,
         step_timeout: float = 120.0,
         non_finite: NonFinite | None = None,
@@ -105,7 +110,10 @@ class SyncStrategy(ModeHooks, DDPStrategy):
         self.aggregator = aggregators.registry.build("mean" if aggregator is None else aggregator)
         self.error_feedback = error_feedback
         self.two_level = two_level
+        if save_local not in LOCAL:
+            raise ValueError(f"{owner}(save_local={save_local!r}): expected 'all' or 'consensus'.")
         self.seed = seed
+        self.save_local: str = save_local
         self.step_timeout = float(step_timeout)
         self.counters = Counters()
         self._reducer: Reducer | None = None

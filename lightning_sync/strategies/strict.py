@@ -71,10 +71,10 @@ class StrictStrategy(SyncStrategy):
             scale = loss_scale_of(self.precision_plugin)
             self._hook = CommHook(model, self._reducer, self._executor, self.counters, scale, self._alarms.hand_over())
 
-    def bucket_order(self) -> Sequence[nn.Parameter]:  # noqa: D102 - inherited
+    def bucket_order(self, *, collective: bool = True) -> Sequence[nn.Parameter]:  # noqa: D102 - inherited
         model = self.model
         assert isinstance(model, DistributedDataParallel)
-        return _compat.bucket_order(model) if self._order_matters(model) else ()
+        return _compat.bucket_order(model, collective=collective) if self._order_matters(model) else ()
 
     def _pin_buckets(self, model: DistributedDataParallel) -> None:
         """Begin with the buckets that the resumed run had."""

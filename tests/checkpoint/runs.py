@@ -45,6 +45,10 @@ class Seen:
     steps: int
     wire_bytes: int
     said: list[str] = field(default_factory=list)
+    trainer: Any = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "trainer": None}  # a trainer is of use in its own process only
 
 
 def generators() -> dict[str, Tensor]:
@@ -101,19 +105,21 @@ def run(
     seed: int = 3,
     model: dict[str, Any] | None = None,
     noise: bool = True,
+    kind: type[Toy] | None = None,
     extra: Sequence[Callback] = (),
     at_start: Callable[[Any], None] = lambda strategy: None,
     **trainer: Any,
 ) -> Seen:
     """Train for `epochs` epochs of `EPOCH` batches; save each epoch's end to `folder`, begin at `resume`.
 
+    `kind` is the module's class.
     Without `noise`, nothing is drawn from random generators in a step. `at_start` is called before the first step.
     """
     # Not `seed_everything`: Lightning's sampler takes that seed too, and a run that goes on must keep its data order.
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    module = (Noisy if noise else Toy)(**(model or {}))
+    module = (kind or (Noisy if noise else Toy))(**(model or {}))
     peek = Peek(at_start)
     callbacks: list[Callback] = [peek, *extra]
     if folder is not None:
@@ -127,7 +133,7 @@ def run(
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            fit(module, strategy, world_size, ckpt_path=resume, **options)
+            trainer_used = fit(module, strategy, world_size, ckpt_path=resume, **options)
     finally:
         logger.removeHandler(said)
     said.lines += [str(w.message) for w in warned]
@@ -140,6 +146,7 @@ def run(
         counters.steps if counters else 0,
         counters.wire_bytes if counters else 0,
         said.lines,
+        trainer_used,
     )
 
 
