@@ -32,9 +32,11 @@ __all__ = [
     "SIGTERMException",
     "bucket_order",
     "default_store",
+    "loaded_checkpoint",
     "pin_buckets",
     "replace_sigterm_broadcasts",
     "requested_precision",
+    "set_static_graph",
 ]
 
 
@@ -112,6 +114,19 @@ def pin_buckets(model: DistributedDataParallel, order: Sequence[nn.Parameter]) -
     for p in order:
         p.grad = None
     model.reducer._rebuild_buckets()
+
+
+def set_static_graph(model: DistributedDataParallel) -> None:
+    """What `static_graph=True` does at the end of DDP's construction."""
+    model._set_static_graph()
+
+
+def loaded_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
+    """The checkpoint that is being resumed, between its loading and the first step; else empty.
+
+    A precision plugin is told of it only after it has been connected, and of nothing in it but its own part.
+    """
+    return trainer._checkpoint_connector._loaded_checkpoint
 
 
 class PatientLauncher(_SubprocessScriptLauncher):

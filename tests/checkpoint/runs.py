@@ -73,7 +73,8 @@ class Peek(Callback):
         self.at_start(trainer.strategy)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        reducer: Reducer | None = getattr(trainer.strategy, "_reducer", None)
+        hook = getattr(trainer.precision_plugin, "hook", None)
+        reducer: Reducer | None = getattr(trainer.strategy, "_reducer", None) if hook is None else hook.reducer
         self.state = {} if reducer is None else reducer.state_dict()
         if isinstance(trainer.strategy, SyncStrategy):
             mode = trainer.strategy.mode_state()

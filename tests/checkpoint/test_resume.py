@@ -105,6 +105,8 @@ DDP_OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "none, gradients as bucket views": ("none", {"gradient_as_bucket_view": True}, {}),
     "powersgd, gradients as bucket views": ("powersgd", {"gradient_as_bucket_view": True}, {}),
     "int8, unused parameters": ("int8", {"find_unused_parameters": True}, {"alternate": True}),
+    "none, static graph": ("none", {"static_graph": True}, {}),
+    "powersgd, static graph": ("powersgd", {"static_graph": True}, {}),
     "none, unused parameters": ("none", {"find_unused_parameters": True}, {"alternate": True}),
 }
 
