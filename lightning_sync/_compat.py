@@ -36,7 +36,6 @@ __all__ = [
     "pin_buckets",
     "replace_sigterm_broadcasts",
     "requested_precision",
-    "set_static_graph",
 ]
 
 
@@ -114,11 +113,6 @@ def pin_buckets(model: DistributedDataParallel, order: Sequence[nn.Parameter]) -
     for p in order:
         p.grad = None
     model.reducer._rebuild_buckets()
-
-
-def set_static_graph(model: DistributedDataParallel) -> None:
-    """What `static_graph=True` does at the end of DDP's construction."""
-    model._set_static_graph()
 
 
 def loaded_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:

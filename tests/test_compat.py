@@ -163,11 +163,6 @@ def test_buckets_stay_as_they_were_pinned_with_and_without_a_hook(alone: None) -
     assert layout(model) == pinned
 
 
-def test_set_static_graph() -> None:
-    assert parameters(DistributedDataParallel._set_static_graph) == ["self"]
-    assert "self._set_static_graph()" in inspect.getsource(DistributedDataParallel.__init__)
-
-
 def test_loaded_checkpoint(trainer: Trainer) -> None:
     assert _compat.loaded_checkpoint(trainer) == {}
 
@@ -175,7 +170,6 @@ def test_loaded_checkpoint(trainer: Trainer) -> None:
 TESTED = {
     "_checkpoint_connector",
     "_loaded_checkpoint",
-    "_set_static_graph",
     "_get_ddp_logging_data",
     "_get_zeros_like_grad_buckets",
     "_rebuild_buckets",

@@ -21,25 +21,23 @@ def bucket_order(model: DistributedDataParallel, *, collective: bool = True) -> 
     return _compat.bucket_order(model, collective=collective) if _is_learned(model) else ()
 
 
-def pin(model: DistributedDataParallel, order: Sequence[str], *, static_graph: bool = False) -> None:
+def pin(model: DistributedDataParallel, order: Sequence[str]) -> None:
     """Begin with the buckets that the resumed run had (collective), before any hook and any step.
 
     Args:
-        model: The wrapped model, made without ``static_graph``: DDP would take the backward of zeros, by which the
-            order is set, for the graph.
+        model: The wrapped model.
         order: Names of all parameters in the order to begin with; empty: leave everything as it is.
-        static_graph: Whether the graph is static from now on.
     """
     if order and _is_learned(model):
         named = {spec.name: p for spec, p in param_specs(model.module)}
         _compat.pin_buckets(model, [named[name] for name in order])
-    if static_graph:
-        _compat.set_static_graph(model)
 
 
 def _is_learned(model: DistributedDataParallel) -> bool:
     """DDP lays its buckets out anew after the first step, but not where it looks for unused parameters.
 
-    With a static graph it does even there, but cannot be told the order beforehand.
+    With a static graph it does, but its first backward also records the graph, which a backward of zeros would spoil
+    (and making the graph static after that ends in torch's "training graph has changed"). There the first step after a
+    resume may differ in its last bits, over three or more ranks.
     """
-    return not model.find_unused_parameters
+    return not (model.find_unused_parameters or model.static_graph)

@@ -28,6 +28,7 @@ class Found:
     Attributes:
         folder: Where it lies.
         manifest: What it is.
+        checkpoint: The ordinary checkpoint, while Lightning holds it.
         own: This rank's own state, if as many ranks were saved as there are now.
         same: Whether it is taken over bit for bit.
         optimizers: What this replica's optimisers take, if it has its own.
@@ -37,6 +38,7 @@ class Found:
 
     folder: SyncFolder
     manifest: Manifest
+    checkpoint: Mapping[str, Any]
     own: RankState | None = None
     same: bool = False
     optimizers: list[dict[str, Any]] = field(default_factory=list)

@@ -283,14 +283,7 @@ class Keeper:
             )
             return
         manifest = folder.manifest(tag["save"], tag["checksum"])
-        self._found = Found(folder, manifest)
-        if manifest.local == "all" and manifest.world_size == self._strategy.world_size:
-            set_loader_states(checkpoint, self._found.read_own(self._strategy.global_rank).loaders)
-        elif loader_states(checkpoint):
-            rank_zero_warn(
-                "Each rank's position in its stateful data loader was not saved, or by another number of ranks: all "
-                "begin where rank 0 was. Resume at an epoch's end where that matters."
-            )
+        self._found = Found(folder, manifest, checkpoint)
 
     def order_to_pin(self) -> tuple[str, ...]:
         """The order of DDP's buckets in the run that is resumed; empty where there is nothing to keep."""
@@ -306,13 +299,22 @@ class Keeper:
         Raises:
             StateFileError: if a file is not as it was written; then nothing of it is used.
         """
-        if self._found is None:
+        found, strategy = self._found, self._strategy
+        if found is None:
             return
-        now = self._manifest("", {}, ())
-        if self._found.manifest.local == "all" and now.layout == self._found.manifest.layout:
-            restore.take_over(self._strategy, self._found)
+        now, manifest = self._manifest("", {}, ()), found.manifest
+        if manifest.local == "all" and manifest.world_size == strategy.world_size:
+            # Lightning takes the loaders' positions from the checkpoint after setup.
+            set_loader_states(found.checkpoint, found.read_own(strategy.global_rank).loaders)
+        elif loader_states(found.checkpoint):
+            rank_zero_warn(
+                "Each rank's position in its stateful data loader was not saved, or by another number of ranks: all "
+                "begin where rank 0 was. Resume at an epoch's end where that matters."
+            )
+        if manifest.local == "all" and now.layout == manifest.layout:
+            restore.take_over(strategy, found)
         else:
-            restore.spread(self._strategy, self._found, now)
+            restore.spread(strategy, found, now)
 
     def finish(self) -> None:
         """Put back what Lightning would overwrite, once it has loaded the optimisers."""

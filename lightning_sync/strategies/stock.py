@@ -59,9 +59,7 @@ class StockKeeper(ModeHooks):
             self._keeper.find(checkpoint, os.fspath(trainer.ckpt_path))
         model = self._stock.model
         assert isinstance(model, DistributedDataParallel)
-        order = self._keeper.order_to_pin()
-        if not model.static_graph:
-            buckets.pin(model, order)
+        buckets.pin(model, self._keeper.order_to_pin())
 
     def apply(self, reducer: Reducer) -> None:
         """Put the state into the reducer, and watch the strategy's checkpoints until `close`."""

@@ -54,7 +54,7 @@ class StrictStrategy(SyncStrategy):
         """Register the reduction on any device (Lightning registers hooks on CUDA only, and says nothing elsewhere)."""
         model = self.model
         assert isinstance(model, DistributedDataParallel)
-        buckets.pin(model, self._keeper.order_to_pin(), static_graph=self._pins_static_graph())
+        buckets.pin(model, self._keeper.order_to_pin())
         if self._ddp_comm_hook is not None:
             hook = self._ddp_comm_wrapper(self._ddp_comm_hook) if self._ddp_comm_wrapper else self._ddp_comm_hook
             model.register_comm_hook(self._ddp_comm_state, hook)
@@ -70,20 +70,6 @@ class StrictStrategy(SyncStrategy):
             assert self._executor is not None
             scale = loss_scale_of(self.precision_plugin)
             self._hook = CommHook(model, self._reducer, self._executor, self.counters, scale, self._alarms.hand_over())
-
-    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Wrap it; where buckets are pinned first, the graph becomes static after that."""
-        static = self._pins_static_graph()
-        if static:
-            self._ddp_kwargs.pop("static_graph")
-        try:
-            return super()._setup_model(model)
-        finally:
-            if static:
-                self._ddp_kwargs["static_graph"] = True
-
-    def _pins_static_graph(self) -> bool:
-        return bool(self._ddp_kwargs.get("static_graph")) and bool(self._keeper.order_to_pin())
 
     def bucket_order(self, *, collective: bool = True) -> Sequence[nn.Parameter]:  # noqa: D102 - inherited
         model = self.model
