@@ -37,6 +37,7 @@ from lightning_sync.nonfinite import NonFinite
 from lightning_sync.reducer import Reducer
 from lightning_sync.strategies.alarms import Alarms
 from lightning_sync.strategies.hooks import ModeHooks
+from lightning_sync.strategies.restore import as_named_now
 from lightning_sync.strategies.resume import Keeper
 from lightning_sync.validity import check_combination
 
@@ -305,6 +306,13 @@ class SyncStrategy(ModeHooks, DDPStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._keeper.find(checkpoint, os.fspath(checkpoint_path))
         return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """As Lightning's, for a model of which other parts were compiled, too."""
+        module = self.lightning_module
+        assert module is not None
+        named = as_named_now(checkpoint["state_dict"], module)
+        super().load_model_state_dict({**checkpoint, "state_dict": named}, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """As Lightning's, then what Lightning keeps for rank 0 only."""

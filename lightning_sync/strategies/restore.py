@@ -167,6 +167,15 @@ def finish(strategy: SyncStrategy, found: Found) -> None:
         )
 
 
+def as_named_now(values: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """A model's saved state under the names that it has in this run, if only parts of it were compiled since or before.
+
+    `torch.compile` of a layer puts ``_orig_mod.`` into the names of its parameters.
+    """
+    now = {canonical_name(name): name for name in module.state_dict(keep_vars=True)}
+    return {now.get(canonical_name(name), name): value for name, value in values.items()}
+
+
 def buffers_of(module: nn.Module, *, copy: bool = True) -> dict[str, Tensor]:
     """The buffers that a checkpoint holds, by name."""
     kept = {canonical_name(name) for name in module.state_dict(keep_vars=True)}

@@ -15,6 +15,7 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
 from lightning_sync.reducer import Reducer
+from lightning_sync.state import canonical_name
 from lightning_sync.strategies import SyncStrategy
 from tests.models import Toy, everything, fit
 
@@ -107,13 +108,14 @@ def run(
     model: dict[str, Any] | None = None,
     noise: bool = True,
     kind: type[Toy] | None = None,
+    compiled: str = "no",
     extra: Sequence[Callback] = (),
     at_start: Callable[[Any], None] = lambda strategy: None,
     **trainer: Any,
 ) -> Seen:
     """Train for `epochs` epochs of `EPOCH` batches; save each epoch's end to `folder`, begin at `resume`.
 
-    `kind` is the module's class.
+    `kind` is the module's class; `compiled` is "no", "module" or "layers".
     Without `noise`, nothing is drawn from random generators in a step. `at_start` is called before the first step.
     """
     # Not `seed_everything`: Lightning's sampler takes that seed too, and a run that goes on must keep its data order.
@@ -121,6 +123,9 @@ def run(
     np.random.seed(seed)
     torch.manual_seed(seed)
     module = (kind or (Noisy if noise else Toy))(**(model or {}))
+    if compiled == "layers":
+        module.layers = nn.ModuleList(torch.compile(layer, backend="eager") for layer in module.layers)
+    given = torch.compile(module, backend="eager") if compiled == "module" else module
     peek = Peek(at_start)
     callbacks: list[Callback] = [peek, *extra]
     if folder is not None:
@@ -134,13 +139,13 @@ def run(
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            trainer_used = fit(module, strategy, world_size, ckpt_path=resume, **options)
+            trainer_used = fit(given, strategy, world_size, ckpt_path=resume, **options)
     finally:
         logger.removeHandler(said)
     said.lines += [str(w.message) for w in warned]
     counters = getattr(strategy, "counters", None)
     return Seen(
-        everything(module),
+        {canonical_name(name): tensor for name, tensor in everything(module).items()},
         peek.state,
         peek.optimizer,
         module.losses,
