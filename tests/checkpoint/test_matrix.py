@@ -39,22 +39,21 @@ def _named(name: str, **options: Any) -> Callable[[Any], SyncStrategy]:
 
 
 _OFTEN: dict[str, Any] = {"sync_every": 3, "replica": "rank", "warmup_steps": 1}
+_OVERLAP: dict[str, Any] = {"sync_every": 4, "fragments": 2, "overlap_steps": 1}
 #: A mode joins by its line here; a name that is registered and has no line fails a test.
 MODES: dict[str, Mode] = {
     "strict": Mode(lambda c: ls.StrictStrategy(c, bucket_cap_mb=0.005)),
     "unwrapped": Mode(lambda c: ls.UnwrappedStrategy(c, replica="rank"), ["none"]),
     "anchored": Mode(lambda c: Anchored(c, replica="rank"), ["none"], {"anchor", "velocity"}),
     "delayed": Mode(_named("delayed")),
-    "hybrid": Mode(_named("hybrid", **_OFTEN)),
-    "local_sgd": Mode(_named("local_sgd", **_OFTEN)),
-    "post_local_sgd": Mode(_named("post_local_sgd", **_OFTEN)),
-    "hierarchical": Mode(_named("hierarchical", **_OFTEN)),
-    "diloco": Mode(_named("diloco", **_OFTEN)),
-    "streaming_diloco": Mode(
-        _named("streaming_diloco", **_OFTEN | {"sync_every": 4, "fragments": 2, "overlap_steps": 1})
-    ),
-    "slowmo": Mode(_named("slowmo", **_OFTEN)),
-    "easgd": Mode(_named("easgd", **_OFTEN)),
+    "hybrid": Mode(_named("hybrid", **_OFTEN), kept={"anchor"}),
+    "local_sgd": Mode(_named("local_sgd", **_OFTEN), kept={"anchor"}),
+    "post_local_sgd": Mode(_named("post_local_sgd", **_OFTEN), kept={"anchor"}),
+    "hierarchical": Mode(_named("hierarchical", **_OFTEN), kept={"anchor"}),
+    "diloco": Mode(_named("diloco", **_OFTEN), kept={"anchor"}),
+    "streaming_diloco": Mode(_named("streaming_diloco", **_OFTEN | _OVERLAP), kept={"anchor"}),
+    "slowmo": Mode(_named("slowmo", **_OFTEN), kept={"anchor"}),
+    "easgd": Mode(_named("easgd", **_OFTEN), kept={"anchor"}),
 }
 FULL = [*itertools.product((1, 2), ("SGD", "AdamW"))]
 BRIEF = [(1, "AdamW"), (2, "SGD")]

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy
 import lightning_sync as ls
 from lightning_sync.checkpoint.describe import describe
 from tests.checkpoint.runs import Seen, differences, run
+from tests.models import Toy
 from tests.workers import run_ranks
 
 COMPRESSORS: dict[str, Any] = {"int8": "int8", "powersgd": ls.PowerSGD(rank=2, warmup_steps=1)}
@@ -46,12 +47,19 @@ def test_the_plugin_goes_on_bit_for_bit_under_stock_ddp(world_size: int, tmp_pat
     assert f"ranks       {world_size}" in describe(tmp_path / "int8" / "epoch=0.ckpt")
 
 
+class Silent(Toy):
+    """torch's tracer fails in the middle of Lightning's `log`."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
 def compiled(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def train(how: str, **options: Any) -> Seen:
-        strategy = ls.StrictStrategy("int8", bucket_cap_mb=0.005)
-        return run(strategy, world_size, epochs=2, noise=False, compiled=how, **options)
+        # In one bucket: torch's splitting of compiled graphs asks for a first bucket (1 MiB) that is the smallest.
+        return run(ls.StrictStrategy("int8"), world_size, epochs=2, kind=Silent, compiled=how, **options)
 
     whole = {how: train(how, folder=folder / how) for how in ("no", "module", "layers")}
     for before, after in (("module", "no"), ("no", "module"), ("layers", "no"), ("no", "layers")):
