@@ -35,6 +35,7 @@ __all__ = [
     "bucket_order",
     "default_store",
     "listen_to_compiler",
+    "loaded_checkpoint",
     "pin_buckets",
     "replace_signal_handling",
     "requested_precision",
@@ -139,16 +140,18 @@ def stop_listening_to_compiler(listener: Listener) -> None:
     handler.remove_end_callback(on_end)
 
 
-def bucket_order(model: DistributedDataParallel) -> list[nn.Parameter]:
+def bucket_order(model: DistributedDataParallel, *, collective: bool = True) -> list[nn.Parameter]:
     """The parameters in the order of DDP's buckets, as laid out after the first step (collective after just one step).
 
     DDP lays its buckets out anew before its second forward. After a single step that is still to come, and has to be
-    done here; after more, its logging data tells.
+    done here, unless `collective` is False (then the order is empty); after more, its logging data tells.
     """
     members = [p for p in model.module.parameters() if p.requires_grad]
     rebuilt = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
     if rebuilt:
         return [members[int(i)] for bucket in rebuilt.split(",") for i in bucket.split()]
+    if not collective:
+        return []
     model.reducer._rebuild_buckets()
     known = {id(p): p for p in members}
     return [known[id(p)] for bucket in model.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()]
@@ -166,6 +169,14 @@ def pin_buckets(model: DistributedDataParallel, order: Sequence[nn.Parameter]) -
     for p in order:
         p.grad = None
     model.reducer._rebuild_buckets()
+
+
+def loaded_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
+    """The checkpoint that is being resumed, between its loading and the first step; else empty.
+
+    A precision plugin is told of it only after it has been connected, and of nothing in it but its own part.
+    """
+    return trainer._checkpoint_connector._loaded_checkpoint
 
 
 class PatientLauncher(_SubprocessScriptLauncher):

@@ -18,6 +18,19 @@ _PREFIXES = ("SLURM_", "TORCHELASTIC_", "LIGHTNING_SYNC_")
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _leaves_the_tree_alone() -> Iterator[None]:
+    """Tests write under `tmp_path`: Lightning's defaults would write to the current directory."""
+    root = Path(__file__).parents[1]
+
+    def seen() -> set[str]:
+        return {p.name for p in root.iterdir() if not p.name.startswith((".", "__pycache__"))}
+
+    before = seen()
+    yield
+    assert seen() <= before, f"tests left {sorted(seen() - before)} in {root}"
+
+
 @pytest.fixture
 def clean_env(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An environment outside of any run; what an entry changes in this process is put back."""

@@ -222,7 +222,13 @@ def test_buckets_stay_as_they_were_pinned_with_and_without_a_hook(alone: None) -
     assert layout(model) == pinned
 
 
+def test_loaded_checkpoint(trainer: Trainer) -> None:
+    assert _compat.loaded_checkpoint(trainer) == {}
+
+
 TESTED = {
+    "_checkpoint_connector",
+    "_loaded_checkpoint",
     "_get_ddp_logging_data",
     "_get_zeros_like_grad_buckets",
     "_rebuild_buckets",

@@ -42,9 +42,9 @@ def _save(folder: SyncFolder, save: str) -> str:
         f"ranks       {manifest.world_size}{_replicas(manifest)}{_nodes(manifest)}",
         f"parameters  {len(manifest.parameters)}, {elements:,} elements",
         f"buckets     {'order of parameters saved' if manifest.ready_order else 'no order to keep'}",
-        f"files       {len(manifest.files)}, {size:,} bytes, all as they were written",
+        f"files       {len(manifest.files)}, {size:,} bytes, all as they were written{_local(manifest)}",
     ]
-    for rank in range(manifest.world_size):
+    for rank in range(len(manifest.files)):
         lines += _rank(folder.read(manifest, rank), manifest.files[file_name(rank)].size)
     return "\n".join(lines)
 
@@ -54,13 +54,17 @@ def _replicas(manifest: Manifest) -> str:
     return f", {different} replicas that differ" if different > 1 else ""
 
 
+def _local(manifest: Manifest) -> str:
+    return "" if manifest.local == "all" else ": save_local='consensus', what differs by rank is left out"
+
+
 def _nodes(manifest: Manifest) -> str:
     return f" on {len(set(manifest.nodes))} nodes, reduced in two levels" if manifest.nodes else ""
 
 
 def _rank(state: RankState, size: int) -> list[str]:
     lines = [f"rank {state.rank}: {size:,} bytes"]
-    lines += [_tensors(kind, tensors, "parameters") for kind, tensors in sorted(state.tensors.items())]
+    lines += [_tensors(kind, tensors, "parameters") for kind, tensors in sorted(state.tensors.items()) if tensors]
     if state.buffers:
         lines.append(f"  {'buffers':<16} {len(state.buffers)}")
     if state.replica is not None:
@@ -70,10 +74,12 @@ def _rank(state: RankState, size: int) -> list[str]:
         lines.append(f"  {'mode':<16} {', '.join(f'{k} {v!r}' for k, v in sorted(state.mode.numbers.items()))}")
     for held, where in ((state.mode.replicated, "tensors, alike on all ranks"), (state.mode.local, "tensors")):
         lines += [_tensors(kind, tensors, where) for kind, tensors in sorted(held.items()) if tensors]
+    if state.loaders:
+        lines.append(f"  {'loaders':<16} {len(state.loaders)} stateful")
     if state.scaler is not None:
         lines.append(f"  {'loss scaler':<16} scale {state.scaler.get('scale')}")
     present = ", ".join(name for name, value in state.random.items() if value is not None)
-    lines.append(f"  {'generators':<16} {present}")
+    lines.append(f"  {'generators':<16} {present or 'none'}")
     return lines
 
 

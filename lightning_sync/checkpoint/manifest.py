@@ -11,7 +11,8 @@ from typing import Any
 
 from lightning_sync.checkpoint.plain import StateFileError, is_count, require
 
-FORMAT = 1
+FORMAT = 2
+LOCAL = ("all", "consensus")
 _SAVE = re.compile(r"[0-9a-f]{16}-[0-9]{6,}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -56,6 +57,7 @@ class Manifest:
         parameters: All parameters that take gradients, in registration order.
         ready_order: Parameters in the order of DDP's buckets; empty where there are none to pin.
         files: The rank files by name.
+        local: ``"all"``: there is a file of every rank. ``"consensus"``: rank 0's alone, without what differs by rank.
     """
 
     save: str
@@ -68,6 +70,7 @@ class Manifest:
     parameters: Mapping[str, ParamEntry]
     ready_order: tuple[str, ...]
     files: Mapping[str, FileEntry]
+    local: str = "all"
 
     @property
     def layout(self) -> tuple[object, ...]:
@@ -118,6 +121,7 @@ class Manifest:
             },
             ready_order=tuple(raw["ready_order"]),
             files={n: FileEntry(f["size"], f["sha256"]) for n, f in raw["files"].items()},
+            local=raw["local"],
         )
         require(manifest.checksum == raw["checksum"], "the manifest's checksum does not match its content")
         return manifest
@@ -158,8 +162,9 @@ def _check(raw: dict[str, Any]) -> None:
     require(isinstance(order, list) and all(isinstance(k, str) for k in order), "ready_order is not a list of names")
     require(not order or sorted(order) == sorted(params), "ready_order does not name every parameter once")
     files = raw["files"]
-    names = [file_name(r) for r in range(n)]
-    require(isinstance(files, dict) and sorted(files) == names, f"files must list one file for each of {n} ranks")
+    require(raw["local"] in LOCAL, f"local={raw['local']!r} is none of {LOCAL}")
+    names = [file_name(r) for r in range(n if raw["local"] == "all" else 1)]
+    require(isinstance(files, dict) and sorted(files) == names, f"files must list {names}")
     for name, f in files.items():
         good = isinstance(f, dict) and set(f) == {"size", "sha256"} and is_count(f["size"])
         good = good and isinstance(f["sha256"], str) and _HASH.fullmatch(f["sha256"]) is not None

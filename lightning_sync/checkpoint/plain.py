@@ -19,8 +19,13 @@ def require(condition: bool, what: str) -> None:
         raise StateFileError(what)
 
 
-def to_plain(value: Any, where: str) -> Any:
+def to_plain(value: Any, where: str, *, copy: bool = True) -> Any:
     """A copy on the CPU of nested dicts, lists, tuples, tensors, numbers, strings and `None`.
+
+    Args:
+        value: What is copied.
+        where: What errors call it.
+        copy: Copy tensors even if they are on the CPU already.
 
     Raises:
         TypeError: for anything else, since loading it would mean to run code from a file.
@@ -28,11 +33,11 @@ def to_plain(value: Any, where: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return value.detach().to("cpu", copy=copy, memory_format=torch.contiguous_format)
     if isinstance(value, Mapping) and all(type(k) in (bool, int, float, str) for k in value):
-        return {k: to_plain(v, f"{where}[{k!r}]") for k, v in value.items()}
+        return {k: to_plain(v, f"{where}[{k!r}]", copy=copy) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(to_plain(v, f"{where}[{i}]") for i, v in enumerate(value))
+        return type(value)(to_plain(v, f"{where}[{i}]", copy=copy) for i, v in enumerate(value))
     raise TypeError(
         f"{where} is a {type(value).__name__}. Saved state may hold tensors, numbers, strings, and dicts and lists of "
         "them; convert it, or leave it out."

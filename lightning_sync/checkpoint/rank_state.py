@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from lightning_sync.checkpoint.plain import StateFileError, is_count, is_tensors
 from lightning_sync.state import Cover
 
 FORMAT = 2
-_OWN = {"counters", "tensors", "covers", "buffers", "replica", "mode", "scaler", "random"}
+_OWN = {"counters", "tensors", "covers", "buffers", "replica", "mode", "loaders", "scaler", "random"}
 _FIELDS = {"format", "save", "rank"} | _OWN
 
 
@@ -45,6 +45,7 @@ class RankState:
         buffers: This rank's buffers, which may differ from rank 0's.
         replica: Set on the first rank of each replica, where replicas differ.
         mode: What the mode keeps for itself.
+        loaders: States of this rank's stateful data loaders, if all could be saved.
         scaler: State of the loss scaler, if there is one.
         random: States of the random generators, see `lightning_sync.checkpoint.rngs`.
     """
@@ -57,8 +58,30 @@ class RankState:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     replica: ReplicaState | None = None
     mode: ModeState = field(default_factory=ModeState)
+    loaders: list[Any] | None = None
     scaler: dict[str, Any] | None = None
     random: dict[str, Any] = field(default_factory=dict)
+
+    def consensus(self) -> RankState:
+        """What all ranks share, out of rank 0's state: of what differs by rank, the names of its kinds alone."""
+        shared = {
+            kind: {name: t for name, t in tensors.items() if name not in self.covers.get(kind, {})}
+            for kind, tensors in self.tensors.items()
+        }
+        mode = ModeState(self.mode.numbers, self.mode.replicated, {kind: {} for kind in self.mode.local})
+        return RankState(self.save, self.rank, self.counters, shared, mode=mode)
+
+    def off_device(self) -> RankState:
+        """The same, with all tensors in host memory."""
+        where = "state"
+        replica, mode = self.replica, self.mode
+        return replace(
+            self,
+            tensors=to_plain(self.tensors, where, copy=False),
+            buffers=to_plain(self.buffers, where, copy=False),
+            replica=None if replica is None else ReplicaState(**to_plain(vars(replica), where, copy=False)),
+            mode=ModeState(**to_plain(vars(mode), where, copy=False)),
+        )
 
     def to_bytes(self) -> bytes:
         """The file's content: tensors and primitives only.
@@ -105,6 +128,7 @@ class RankState:
         require(is_tensors(raw["buffers"]), f"rank {rank}: buffers are not tensors by name")
         for name in ("counters", "random"):
             require(isinstance(raw[name], dict), f"rank {rank}: {name} is not a table")
+        require(raw["loaders"] is None or isinstance(raw["loaders"], list), f"rank {rank}: loaders is not a list")
         require(raw["scaler"] is None or isinstance(raw["scaler"], dict), f"rank {rank}: scaler is not a table")
         require(is_count(raw["counters"].get("steps")), f"rank {rank}: counters hold no count of steps")
         tensors, covers = raw["tensors"], _covers(raw["covers"], rank, manifest)
@@ -123,6 +147,7 @@ class RankState:
             buffers=raw["buffers"],
             replica=None if replica is None else ReplicaState(**replica),
             mode=ModeState.parse(raw["mode"], rank),
+            loaders=raw["loaders"],
             scaler=raw["scaler"],
             random=raw["random"],
         )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -21,6 +22,9 @@ from lightning_sync.compressors.resolve import is_exact, to_route
 from lightning_sync.ddp_hook import CommHook, param_specs
 from lightning_sync.nonfinite import NonFinite, check_non_finite
 from lightning_sync.reducer import Reducer
+
+if TYPE_CHECKING:
+    from lightning_sync.strategies.stock import StockKeeper
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +93,7 @@ class WirePrecision(Precision):
         self.step_timeout = float(step_timeout)
         self.claimed = False
         self.hook: CommHook | None = None
+        self._keeper: StockKeeper | None = None
         self.counters = Counters()
         self._init_stock(precision, device or ("cuda" if torch.cuda.is_available() else "cpu"), scaler)
 
@@ -124,6 +129,9 @@ class WirePrecision(Precision):
 
     def teardown(self) -> None:
         """End the communication thread."""
+        if self._keeper is not None:
+            self._keeper.close()
+            self._keeper = None
         if self.hook is not None:
             self.hook.close()
             if self.hook.executor.error is None and torch.distributed.is_initialized():
@@ -149,12 +157,15 @@ class WirePrecision(Precision):
                 )
             log.info("One device: WirePrecision sends nothing, compressor=%r is bypassed.", self.compressor)
             return
+        self._keeper = _keeper(model.module, self.compressor, self.counters)
         device = next(model.parameters()).device
         executor = executor_for(device, self.step_timeout)
         node = _node_rank(model.module)
         wires = make_wires(discover_topology(node, device), self.counters, executor.wait, timeout=self.step_timeout)
         reducer = Reducer([spec for spec, _ in param_specs(model.module)], to_route(self.compressor), wires)
         self.hook = CommHook(model, reducer, executor, self.counters, loss_scale_of(self), self.non_finite)
+        if self._keeper is not None:
+            self._keeper.apply(reducer)
 
 
 class _WireFull(WirePrecision):
@@ -205,6 +216,19 @@ def _restore(precision: str, attributes: dict[str, Any]) -> WirePrecision:
     plugin = object.__new__(_CLASSES[precision])
     plugin.__dict__.update(attributes)
     return plugin
+
+
+def _keeper(module: nn.Module, compressor: Compressor | Route, counters: Counters) -> StockKeeper | None:
+    """What saves residuals and factors beside the checkpoints of a strategy that does not know of them."""
+    # Strategies import this module.
+    from lightning_sync.strategies.stock import StockKeeper
+
+    trainer = getattr(module, "_trainer", None)
+    if trainer is None or not isinstance(trainer.strategy, DDPStrategy):
+        return None
+    keeper = StockKeeper(trainer.strategy, compressor, counters)
+    keeper.open()
+    return keeper
 
 
 def _node_rank(module: nn.Module) -> int:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_sync import _compat, aggregators, compressors
 from lightning_sync.aggregators import Aggregator
+from lightning_sync.checkpoint.manifest import LOCAL
 from lightning_sync.checks import check_flags, check_integer, check_positive, check_seconds
 from lightning_sync.comm.counters import Counters
 from lightning_sync.comm.failure import RemoteFailure
@@ -36,6 +37,7 @@ from lightning_sync.nonfinite import NonFinite
 from lightning_sync.reducer import Reducer
 from lightning_sync.strategies.alarms import Alarms
 from lightning_sync.strategies.hooks import ModeHooks
+from lightning_sync.strategies.restore import as_named_now
 from lightning_sync.strategies.resume import Keeper
 from lightning_sync.strategies.watched import Watched
 from lightning_sync.validity import check_combination
@@ -58,6 +60,9 @@ class SyncStrategy(ModeHooks, Watched):
         two_level: Reduce inside each node exactly and compress only between nodes. `None`: where it saves bytes, that
             is when there are several nodes with several ranks each. Without a compressor only when asked for.
         seed: Seed of the compressors' private random numbers.
+        save_local: ``"all"``: keep the state of every rank beside a checkpoint, so that a run can go on bit for bit.
+            ``"consensus"``: keep only what is the same on all ranks; residuals, random generators, and what replicas
+            have of their own, start afresh at a resume.
         setup_timeout: Seconds that ranks may take to find each other (30 minutes by default).
         step_timeout: Seconds from the start of one training batch to the start of the next, after which the run ends on
             all ranks with the names of those that are missing. Time spent in validation, saving or compilation on any
@@ -89,6 +94,7 @@ class SyncStrategy(ModeHooks, Watched):
         error_feedback: bool = True,
         two_level: bool | None = None,
         seed: int = 0,
+        save_local: Literal["all", "consensus"] = "all",
         setup_timeout: float | None = None,
         step_timeout: float = 120.0,
         stacks_dir: str | Path | None = None,
@@ -112,7 +118,10 @@ class SyncStrategy(ModeHooks, Watched):
         self.aggregator = aggregators.registry.build("mean" if aggregator is None else aggregator)
         self.error_feedback = error_feedback
         self.two_level = two_level
+        if save_local not in LOCAL:
+            raise ValueError(f"{owner}(save_local={save_local!r}): expected 'all' or 'consensus'.")
         self.seed = seed
+        self.save_local: str = save_local
         self.step_timeout = float(step_timeout)
         self.stacks_dir = stacks_dir
         self.counters = Counters()
@@ -301,6 +310,13 @@ class SyncStrategy(ModeHooks, Watched):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._keeper.find(checkpoint, os.fspath(checkpoint_path))
         return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """As Lightning's, for a model of which other parts were compiled, too."""
+        module = self.lightning_module
+        assert module is not None
+        named = as_named_now(checkpoint["state_dict"], module)
+        super().load_model_state_dict({**checkpoint, "state_dict": named}, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """As Lightning's, then what Lightning keeps for rank 0 only."""

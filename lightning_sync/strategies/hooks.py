@@ -58,6 +58,10 @@ class ModeHooks:
         """Whether `load_mode_state` can do something with the state of a run in this mode."""
         return mode == self.mode
 
-    def bucket_order(self) -> Sequence[nn.Parameter]:
-        """The parameters in the order in which they lie in buckets, if that order is found out by training."""
+    def bucket_order(self, *, collective: bool = True) -> Sequence[nn.Parameter]:
+        """The parameters in the order in which they lie in buckets, if that order is found out by training.
+
+        Args:
+            collective: Whether all ranks ask, so that it may be found out by communicating.
+        """
         return ()

@@ -28,7 +28,9 @@ class Found:
     Attributes:
         folder: Where it lies.
         manifest: What it is.
-        own: This rank's own state, if the layout is the same.
+        checkpoint: The ordinary checkpoint, while Lightning holds it.
+        own: This rank's own state, if as many ranks were saved as there are now.
+        same: Whether it is taken over bit for bit.
         optimizers: What this replica's optimisers take, if it has its own.
         mode: What the mode takes.
         spread: What is said of another layout, and what starts afresh in it.
@@ -36,10 +38,18 @@ class Found:
 
     folder: SyncFolder
     manifest: Manifest
+    checkpoint: Mapping[str, Any]
     own: RankState | None = None
+    same: bool = False
     optimizers: list[dict[str, Any]] = field(default_factory=list)
     mode: ModeState = field(default_factory=ModeState)
     spread: tuple[str, list[str]] | None = None
+
+    def read_own(self, rank: int) -> RankState:
+        """Read this rank's own state, once."""
+        if self.own is None:
+            self.own = self.folder.read(self.manifest, rank)
+        return self.own
 
 
 def take_over(strategy: SyncStrategy, found: Found) -> None:
@@ -51,7 +61,7 @@ def take_over(strategy: SyncStrategy, found: Found) -> None:
     manifest = found.manifest
     module = strategy.lightning_module
     assert module is not None
-    own = found.folder.read(manifest, strategy.global_rank)
+    own = found.read_own(strategy.global_rank)
     moves = _moves(own.buffers, buffers_of(module, copy=False), "buffer")
     leader = manifest.leaders[strategy.global_rank]
     if set(manifest.leaders) != {0}:
@@ -76,7 +86,7 @@ def take_over(strategy: SyncStrategy, found: Found) -> None:
         for target, value in moves:
             target.copy_(value)
     strategy.counters.load_state_dict(own.counters)
-    found.own = own
+    found.same = True
 
 
 def spread(strategy: SyncStrategy, found: Found, now: Manifest) -> None:
@@ -88,11 +98,13 @@ def spread(strategy: SyncStrategy, found: Found, now: Manifest) -> None:
     manifest = found.manifest
     sizes = {name: p.numel for name, p in manifest.parameters.items()}
     local: set[str] = set()
+    left_out: set[str] = set()
 
     def ranks() -> Iterator[RankState]:
-        for rank in range(manifest.world_size):
+        for rank in range(len(manifest.files)):
             state = found.folder.read(manifest, rank)
             local.update(state.mode.local)
+            left_out.update(kind for kind, tensors in state.tensors.items() if not tensors)
             if rank == 0:
                 found.mode = ModeState(state.mode.numbers, state.mode.replicated)
             yield state
@@ -114,6 +126,9 @@ def spread(strategy: SyncStrategy, found: Found, now: Manifest) -> None:
         )
         if before != after
     ]
+    if manifest.local != "all":
+        changed.append(f"saved with save_local={manifest.local!r}")
+        lost += sorted(left_out)
     if set(manifest.leaders) != {0}:
         lost.append("parameters and optimiser states of every replica but rank 0's")
     if not strategy.takes_state_of(manifest.mode):
@@ -121,10 +136,12 @@ def spread(strategy: SyncStrategy, found: Found, now: Manifest) -> None:
         found.mode = ModeState()
     if local:
         lost.append(f"{', '.join(sorted(local))} of mode {manifest.mode!r}")
-    lost.append("random generators and loss scalers of each rank")
+    lost.append("loss scalers of each rank" if found.own else "random generators and loss scalers of each rank")
+    kept = (
+        f": what was owed to {len(gathered.owed)} parameters is spread evenly over the ranks" if gathered.owed else ""
+    )
     found.spread = (
-        f"Resumed at step {manifest.step} in another layout ({', '.join(changed) or 'options differ'}): what was "
-        f"owed to {len(gathered.owed)} parameters is spread evenly over the ranks.",
+        f"Resumed at step {manifest.step} in another layout ({', '.join(changed) or 'options differ'}){kept}.",
         lost,
     )
 
@@ -133,20 +150,30 @@ def finish(strategy: SyncStrategy, found: Found) -> None:
     """Put back what Lightning would overwrite: optimisers of this replica, mode, loss scaler, random generators."""
     for optimizer, state in zip(strategy.optimizers, found.optimizers, strict=False):
         optimizer.load_state_dict(state)
-    lost = strategy.load_mode_state(found.mode, same=found.own is not None) if found.mode else []
-    manifest, own = found.manifest, found.own
-    if own is not None:
+    lost = [x for x in strategy.load_mode_state(found.mode, same=found.same) if x] if found.mode else []
+    if found.own is not None:
         scaler = getattr(strategy.precision_plugin, "scaler", None)
-        if scaler is not None and own.scaler is not None:
-            scaler.load_state_dict(own.scaler)
-        set_generators(own.random, strategy.root_device)
+        if scaler is not None and found.same and found.own.scaler is not None:
+            scaler.load_state_dict(found.own.scaler)
+        set_generators(found.own.random, strategy.root_device)
+    if found.spread is not None:
+        text, others = found.spread
+        rank_zero_info(f"{text} Afresh start: {'; '.join([*others, *lost])}.")
+    elif found.same:
+        manifest = found.manifest
         rank_zero_info(
             f"Resumed the state of all {manifest.world_size} ranks at step {manifest.step}, bit for bit"
             + (f", but afresh: {'; '.join(lost)}." if lost else ".")
         )
-    elif found.spread is not None:
-        text, others = found.spread
-        rank_zero_info(f"{text} Afresh start: {'; '.join([*others, *lost])}.")
+
+
+def as_named_now(values: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """A model's saved state under the names that it has in this run, if only parts of it were compiled since or before.
+
+    `torch.compile` of a layer puts ``_orig_mod.`` into the names of its parameters.
+    """
+    now = {canonical_name(name): name for name in module.state_dict(keep_vars=True)}
+    return {now.get(canonical_name(name), name): value for name, value in values.items()}
 
 
 def buffers_of(module: nn.Module, *, copy: bool = True) -> dict[str, Tensor]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from lightning_sync.checkpoint.rngs import generators_state
 from lightning_sync.comm.board import Board
 from lightning_sync.ddp_hook import param_specs
 from lightning_sync.strategies import restore
+from lightning_sync.strategies.loaders import loader_states, set_loader_states
 from lightning_sync.strategies.restore import Found
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ log = logging.getLogger(__name__)
 #: The key under which the ordinary checkpoint names the folder beside it.
 TAG = "lightning_sync"
 _SAVE_WITHIN = 1800.0
+# When to say how large the state is: above 2 GiB, or 4 times the ordinary checkpoint if that is not a toy's.
+_LARGE, _NOTABLE, _TIMES = 2 * 2**30, 64 * 2**20, 4
 
 
 class Keeper:
@@ -40,28 +44,48 @@ class Keeper:
 
     Args:
         strategy: The strategy it belongs to.
+        watched: Whether the strategy has a watcher during `fit`, which says when a rank has failed.
 
     Saving takes no collective: each rank writes its file and says so on the store, where rank 0 waits for it and, at
     the same time, for the news that a rank has failed.
     """
 
-    def __init__(self, strategy: SyncStrategy) -> None:
+    def __init__(self, strategy: SyncStrategy, *, watched: bool = True) -> None:
         self._strategy = strategy
+        self._watched = watched
         self._run = ""
         self._count = 0
         self._board: Board | None = None
         self._order: tuple[str, ...] | None = None
         self._newest: dict[Path, str] = {}
         self._found: Found | None = None
+        self._ended: tuple[RankState, Manifest] | None = None
+        self._said_size = False
 
     def open(self, run: str) -> None:
         """Begin a fit; `run` is its random id, the same on all ranks."""
         self._run, self._count, self._board, self._order, self._newest = run, 0, None, None, {}
+        self._ended, self._said_size = None, False
 
     def close(self) -> None:
-        """Drop what was found and not used."""
+        """End a fit: drop what was found and not used, and keep the state for a save that may follow (no collective).
+
+        It is kept in host memory until the next fit, as Lightning keeps model and optimisers.
+        """
         self._found = None
         self._board = None
+        strategy = self._strategy
+        watcher = strategy._watcher
+        if watcher is None or watcher.failure is not None or strategy.trainer_interrupted():
+            return
+        if self._order is None:
+            self._order = self._bucket_order(collective=False)
+        try:
+            state = self._rank_state("", None).off_device()
+        except TypeError as error:  # an optimiser's state holds objects; saving says so, ending a fit need not
+            log.debug("The state of rank %d is not kept after fit: %s", strategy.global_rank, error)
+            return
+        self._ended = state, self._manifest("", {}, self._order)
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
@@ -76,14 +100,16 @@ class Keeper:
             return
         save = f"{self._run}-{self._count:06d}"
         self._count += 1
+        state, manifest = self._now(save, checkpoint)
+        alone = manifest.local == "consensus"
         if rank:
-            self._exchange(save, folder.write(self._rank_state(save)))
-            self._bucket_order()
+            if not alone:
+                self._exchange(save, folder.write(state))
             write()
             return
         try:
-            entries = self._exchange(save, folder.write(self._rank_state(save)))
-            manifest = self._manifest(save, entries, self._bucket_order())
+            entry = folder.write(state.consensus() if alone else state)
+            manifest = replace(manifest, files={file_name(0): entry} if alone else self._exchange(save, entry))
             folder.commit(manifest)
             checkpoint[TAG] = {"save": save, "checksum": manifest.checksum}
             write()
@@ -91,6 +117,31 @@ class Keeper:
             folder.discard(save)
             raise
         self._prune(folder, save)
+        self._say_size(manifest, path)
+
+    def _now(self, save: str, checkpoint: Mapping[str, Any]) -> tuple[RankState, Manifest]:
+        """What this rank writes, and the manifest without its files; after `fit` as it was at its end."""
+        if self._watched and self._strategy._watcher is None:
+            assert self._ended is not None
+            state, manifest = self._ended
+            return replace(state, save=save), replace(manifest, save=save)
+        if self._order is None:
+            self._order = self._bucket_order(collective=True)
+        return self._rank_state(save, loader_states(checkpoint)), self._manifest(save, {}, self._order)
+
+    def _say_size(self, manifest: Manifest, path: str) -> None:
+        """Say once how large the state of the ranks is, if it is large."""
+        total = sum(f.size for f in manifest.files.values())
+        ordinary = os.path.getsize(path) if os.path.isfile(path) else None
+        large = total > _LARGE or (ordinary is not None and total > max(_NOTABLE, _TIMES * ordinary))
+        if self._said_size or not large:
+            return
+        self._said_size = True
+        beside = "" if ordinary is None else f" beside a checkpoint of {ordinary / 2**20:,.0f} MiB"
+        rank_zero_info(
+            f"The state of {manifest.world_size} ranks takes {total / 2**20:,.0f} MiB{beside}, in every save that is "
+            "kept. save_local='consensus' leaves out what differs by rank, which then starts afresh at a resume."
+        )
 
     def remove(self, path: str) -> None:
         """Remove the folder beside a checkpoint that is removed (a link has none of its own)."""
@@ -112,9 +163,11 @@ class Keeper:
             return False
         strategy = self._strategy
         watcher = strategy._watcher
-        if watcher is None:
-            reason = "it is saved outside of fit, when the state of the ranks is gone"
-        elif watcher.failure is not None or (strategy.trainer_interrupted() and watcher.stop_at is None):
+        if self._watched and watcher is None and self._ended is None:
+            reason = "there was no fit before, or it failed, and took the state of the ranks with it"
+        elif (watcher is not None and watcher.failure is not None) or (
+            strategy.trainer_interrupted() and (watcher is None or watcher.stop_at is None)
+        ):
             reason = "it is saved after a failure, when ranks cannot wait for each other"
         elif "://" in path:
             reason = "only local and mounted file systems are supported"
@@ -123,7 +176,7 @@ class Keeper:
         rank_zero_warn(f"{path} holds no state of the ranks (residuals, random generators): {reason}.")
         return False
 
-    def _rank_state(self, save: str) -> RankState:
+    def _rank_state(self, save: str, loaders: list[Any] | None) -> RankState:
         strategy = self._strategy
         module, reducer = strategy.lightning_module, strategy._reducer
         assert module is not None
@@ -137,6 +190,7 @@ class Keeper:
             buffers=restore.buffers_of(module),
             replica=strategy.replica_state(),
             mode=strategy.mode_state(),
+            loaders=loaders,
             scaler=None if scaler is None else scaler.state_dict(),
             random=generators_state(strategy.root_device),
         )
@@ -145,7 +199,8 @@ class Keeper:
         """Tell rank 0 that this rank has written; on rank 0, wait for all and return their entries."""
         strategy = self._strategy
         watcher = strategy._watcher
-        assert watcher is not None
+        if strategy.world_size == 1:
+            return {file_name(0): entry}
         if self._board is None:
             self._board = Board(_compat.default_store(), f"lightning_sync/{self._run}/saves")
         if strategy.global_rank:
@@ -156,21 +211,20 @@ class Keeper:
         for rank in range(1, strategy.world_size):
             key = f"{save}/{rank}"
             while not self._board.has(key):
-                watcher.check()
+                if watcher is not None:
+                    watcher.check()
                 if time.monotonic() > until:
                     raise TimeoutError(f"Rank {rank} has not written its state within {_SAVE_WITHIN:g} s.")
                 time.sleep(0.01)
             entries[file_name(rank)] = FileEntry(**json.loads(self._board.read(key)))
         return entries
 
-    def _bucket_order(self) -> tuple[str, ...]:
+    def _bucket_order(self, *, collective: bool) -> tuple[str, ...]:
         """The order of DDP's buckets by name; it does not change after the first step."""
         module = self._strategy.lightning_module
         assert module is not None
-        if self._order is None:
-            names = {p: spec.name for spec, p in param_specs(module)}
-            self._order = tuple(names[p] for p in self._strategy.bucket_order())
-        return self._order
+        names = {p: spec.name for spec, p in param_specs(module)}
+        return tuple(names[p] for p in self._strategy.bucket_order(collective=collective))
 
     def _manifest(self, save: str, files: Mapping[str, FileEntry], order: tuple[str, ...]) -> Manifest:
         strategy = self._strategy
@@ -196,6 +250,7 @@ class Keeper:
             parameters=parameters,
             ready_order=order,
             files=files,
+            local=strategy.save_local,
         )
 
     # ---- loading -----------------------------------------------------------------------------------------------------
@@ -227,7 +282,8 @@ class Keeper:
                 "residuals, factors and random generators start afresh. Move both together to keep it."
             )
             return
-        self._found = Found(folder, folder.manifest(tag["save"], tag["checksum"]))
+        manifest = folder.manifest(tag["save"], tag["checksum"])
+        self._found = Found(folder, manifest, checkpoint)
 
     def order_to_pin(self) -> tuple[str, ...]:
         """The order of DDP's buckets in the run that is resumed; empty where there is nothing to keep."""
@@ -243,13 +299,22 @@ class Keeper:
         Raises:
             StateFileError: if a file is not as it was written; then nothing of it is used.
         """
-        if self._found is None:
+        found, strategy = self._found, self._strategy
+        if found is None:
             return
-        now = self._manifest("", {}, ())
-        if now.layout == self._found.manifest.layout:
-            restore.take_over(self._strategy, self._found)
+        now, manifest = self._manifest("", {}, ()), found.manifest
+        if manifest.local == "all" and manifest.world_size == strategy.world_size:
+            # Lightning takes the loaders' positions from the checkpoint after setup.
+            set_loader_states(found.checkpoint, found.read_own(strategy.global_rank).loaders)
+        elif loader_states(found.checkpoint):
+            rank_zero_warn(
+                "Each rank's position in its stateful data loader was not saved, or by another number of ranks: all "
+                "begin where rank 0 was. Resume at an epoch's end where that matters."
+            )
+        if manifest.local == "all" and now.layout == manifest.layout:
+            restore.take_over(strategy, found)
         else:
-            restore.spread(self._strategy, self._found, now)
+            restore.spread(strategy, found, now)
 
     def finish(self) -> None:
         """Put back what Lightning would overwrite, once it has loaded the optimisers."""

@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sync import _compat
 from lightning_sync.comm.groups import discover_topology
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.resolve import is_exact, to_route
 from lightning_sync.ddp_hook import CommHook, param_specs
 from lightning_sync.precision import loss_scale_of
 from lightning_sync.reducer import Reducer
+from lightning_sync.strategies import buckets
 from lightning_sync.strategies.base import SyncStrategy
 
 
@@ -54,7 +54,7 @@ class StrictStrategy(SyncStrategy):
         """Register the reduction on any device (Lightning registers hooks on CUDA only, and says nothing elsewhere)."""
         model = self.model
         assert isinstance(model, DistributedDataParallel)
-        self._pin_buckets(model)
+        buckets.pin(model, self._keeper.order_to_pin())
         if self._ddp_comm_hook is not None:
             hook = self._ddp_comm_wrapper(self._ddp_comm_hook) if self._ddp_comm_wrapper else self._ddp_comm_hook
             model.register_comm_hook(self._ddp_comm_state, hook)
@@ -71,25 +71,10 @@ class StrictStrategy(SyncStrategy):
             scale = loss_scale_of(self.precision_plugin)
             self._hook = CommHook(model, self._reducer, self._executor, self.counters, scale, self._alarms.hand_over())
 
-    def bucket_order(self) -> Sequence[nn.Parameter]:  # noqa: D102 - inherited
+    def bucket_order(self, *, collective: bool = True) -> Sequence[nn.Parameter]:  # noqa: D102 - inherited
         model = self.model
         assert isinstance(model, DistributedDataParallel)
-        return _compat.bucket_order(model) if self._order_matters(model) else ()
-
-    def _pin_buckets(self, model: DistributedDataParallel) -> None:
-        """Begin with the buckets that the resumed run had."""
-        named = {spec.name: p for spec, p in param_specs(model.module)}
-        order = self._keeper.order_to_pin()
-        if order and self._order_matters(model):
-            _compat.pin_buckets(model, [named[name] for name in order])
-
-    def _order_matters(self, model: DistributedDataParallel) -> bool:
-        """Whether DDP lays its buckets out by what it sees in training: not where it looks for unused parameters.
-
-        With a static graph it does, but its first backward also records the graph, which a backward of zeros would
-        spoil: there the first step after a resume may differ in its last bits, over three or more ranks.
-        """
-        return not (model.find_unused_parameters or model.static_graph)
+        return buckets.bucket_order(model, collective=collective)
 
     def begin_batch(self) -> None:
         """Several backwards of one batch (manual optimisation) are one step."""

@@ -15,6 +15,7 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
 from lightning_sync.reducer import Reducer
+from lightning_sync.state import canonical_name
 from lightning_sync.strategies import SyncStrategy
 from tests.models import Toy, everything, fit
 
@@ -45,6 +46,10 @@ class Seen:
     steps: int
     wire_bytes: int
     said: list[str] = field(default_factory=list)
+    trainer: Any = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "trainer": None}  # a trainer is of use in its own process only
 
 
 def generators() -> dict[str, Tensor]:
@@ -69,7 +74,8 @@ class Peek(Callback):
         self.at_start(trainer.strategy)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        reducer: Reducer | None = getattr(trainer.strategy, "_reducer", None)
+        hook = getattr(trainer.precision_plugin, "hook", None)
+        reducer: Reducer | None = getattr(trainer.strategy, "_reducer", None) if hook is None else hook.reducer
         self.state = {} if reducer is None else reducer.state_dict()
         if isinstance(trainer.strategy, SyncStrategy):
             mode = trainer.strategy.mode_state()
@@ -101,19 +107,25 @@ def run(
     seed: int = 3,
     model: dict[str, Any] | None = None,
     noise: bool = True,
+    kind: type[Toy] | None = None,
+    compiled: str = "no",
     extra: Sequence[Callback] = (),
     at_start: Callable[[Any], None] = lambda strategy: None,
     **trainer: Any,
 ) -> Seen:
     """Train for `epochs` epochs of `EPOCH` batches; save each epoch's end to `folder`, begin at `resume`.
 
+    `kind` is the module's class; `compiled` is "no", "module" or "layers".
     Without `noise`, nothing is drawn from random generators in a step. `at_start` is called before the first step.
     """
     # Not `seed_everything`: Lightning's sampler takes that seed too, and a run that goes on must keep its data order.
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    module = (Noisy if noise else Toy)(**(model or {}))
+    module = (kind or (Noisy if noise else Toy))(**(model or {}))
+    if compiled == "layers":
+        module.layers = nn.ModuleList(torch.compile(layer, backend="eager") for layer in module.layers)
+    given = torch.compile(module, backend="eager") if compiled == "module" else module
     peek = Peek(at_start)
     callbacks: list[Callback] = [peek, *extra]
     if folder is not None:
@@ -127,19 +139,20 @@ def run(
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            fit(module, strategy, world_size, ckpt_path=resume, **options)
+            trainer_used = fit(given, strategy, world_size, ckpt_path=resume, **options)
     finally:
         logger.removeHandler(said)
     said.lines += [str(w.message) for w in warned]
     counters = getattr(strategy, "counters", None)
     return Seen(
-        everything(module),
+        {canonical_name(name): tensor for name, tensor in everything(module).items()},
         peek.state,
         peek.optimizer,
         module.losses,
         counters.steps if counters else 0,
         counters.wire_bytes if counters else 0,
         said.lines,
+        trainer_used,
     )
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_sync as ls
 from lightning_sync.checkpoint import SyncFolder
-from tests.checkpoint.runs import Noisy, Seen, differences, run
+from tests.checkpoint.runs import Seen, differences, run
 from tests.workers import run_ranks
 
 
@@ -51,7 +51,9 @@ def keep(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
     def train(name: str, saver: ModelCheckpoint | SaveTo, *, epochs: int = 3, **options: Any) -> Seen:
         callbacks = [Rising([1.0, 3.0, 2.0, 0.0]), saver]
-        seen = run(int8(), world_size, epochs=epochs, extra=callbacks, enable_checkpointing=True, **options)
+        # Without a ModelCheckpoint of ours Lightning adds its own, which writes to the current directory.
+        checkpointing = isinstance(saver, ModelCheckpoint)
+        seen = run(int8(), world_size, epochs=epochs, extra=callbacks, enable_checkpointing=checkpointing, **options)
         dist.barrier()
         found[name] = names(folder / name) if (folder / name).is_dir() else []
         return seen
@@ -68,7 +70,7 @@ def keep(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     found["saves over and over"] = len(SyncFolder(folder / "over and over" / "a.ckpt").saves())
     train("asynchronous", ModelCheckpoint(folder / "asynchronous", filename="{epoch}"), plugins=[AsyncCheckpointIO()])
     whole = train("linked", ModelCheckpoint(folder / "linked", filename="{epoch}", save_last="link"), epochs=2)
-    found["state"] = {k: len(v) for k, v in whole.state.items()}
+    found["state"] = {k: len(v) for k, v in whole.state.items() if k != "generators"}
     for name in ("linked/last.ckpt", "asynchronous/epoch=2.ckpt", "over and over/a.ckpt"):
         again = run(int8(), world_size, epochs=4, resume=folder / name)
         found[f"said of {name}"] = [line for line in again.said if "bit for bit" in line]
@@ -101,7 +103,8 @@ def plain(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         whole = run(DDPStrategy(), world_size, epochs=2, noise=False)
         run(first(), world_size, epochs=1, noise=False, folder=folder / name)
         again = run(second(), world_size, epochs=2, noise=False, resume=folder / name / "epoch=0.ckpt", seed=9)
-        found[name] = [d for d in differences(whole, again) if "counters" not in d], again.said
+        different = [d for d in differences(whole, again) if not d.startswith(("counters", "generators"))]
+        found[name] = different, again.said
     stock = run(DDPStrategy(), world_size, epochs=1, folder=folder / "stock")
     found["keys"] = [
         sorted(torch.load(folder / name / "epoch=0.ckpt", weights_only=False)) for name in ("stock", "ours to theirs")
@@ -109,22 +112,7 @@ def plain(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     after = run(int8(), world_size, epochs=2, resume=folder / "stock" / "epoch=0.ckpt")
     found["afresh"] = after.said
     found["losses"] = stock.losses, after.losses
-    module, strategy = Noisy(), int8()
-    trainer = Trainer(
-        strategy=strategy, accelerator="cpu", devices=world_size, max_steps=2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-    )  # fmt: skip
-    trainer.fit(module)
-    with pytest.warns(UserWarning, match="outside of fit") if rank == 0 else nothing():
-        trainer.save_checkpoint(folder / "after.ckpt")
-    found["after"] = names(folder)
     return found
-
-
-def nothing() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
 
 
 @pytest.mark.dist
@@ -137,8 +125,6 @@ def test_plain_ddp_and_this_package_read_each_other(tmp_path: Path) -> None:
     assert set(ours) - set(theirs) == {"lightning_sync"}
     assert set(theirs) <= set(ours)
     assert any("start afresh" in line for line in found["afresh"])
-    assert "after.ckpt" in found["after"]
-    assert "after.ckpt.sync" not in found["after"]
 
 
 def test_a_folder_that_is_a_link_is_left_alone(tmp_path: Path) -> None:

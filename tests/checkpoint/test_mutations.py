@@ -78,13 +78,13 @@ def swap(rng: random.Random, path: Path) -> None:
 
 
 @pytest.mark.parametrize("mutate", [truncate, flip, append, zero, remove, swap], ids=lambda f: f.__name__)
-def test_sixty_mutations_of_each_sort_are_refused(mutate: Mutate, saved: tuple[Path, Manifest]) -> None:
+def test_seventy_mutations_of_each_sort_are_refused(mutate: Mutate, saved: tuple[Path, Manifest]) -> None:
     checkpoint, manifest = saved
     folder = SyncFolder(checkpoint).path / SAVE
     good = {p: p.read_bytes() for p in sorted(folder.iterdir())}
     read_all(checkpoint, manifest.checksum)
     rng = random.Random(mutate.__name__)
-    for turn in range(60):
+    for turn in range(70):
         mutate(rng, rng.choice(list(good)))
         with pytest.raises(StateFileError) as refused:
             read_all(checkpoint, manifest.checksum)
@@ -99,7 +99,7 @@ def swap_values(raw: dict[str, Any], first: str, second: str) -> None:
 
 
 MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "another format": lambda m: m.update(format=2),
+    "another format": lambda m: m.update(format=1),
     "no format": lambda m: m.pop("format"),
     "an unknown field": lambda m: m.update(extra=1),
     "a missing field": lambda m: m.pop("nodes"),
@@ -118,6 +118,8 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a file elsewhere": lambda m: m["files"].update({"../x": m["files"].pop(file_name(2))}),
     "a size that is wrong": lambda m: m["files"][file_name(0)].update(size=1),
     "a hash that is none": lambda m: m["files"][file_name(0)].update(sha256="z" * 64),
+    "local as something else": lambda m: m.update(local="some"),
+    "only consensus, with the files of all": lambda m: m.update(local="consensus"),
     "a leader that is no rank": lambda m: m["leaders"].__setitem__(0, 3),
     "a smaller parameter": lambda m: m["parameters"]["a"].update(shape=[1, 1]),
     "a parameter less": lambda m: m["parameters"].pop("b"),
@@ -173,7 +175,7 @@ def test_code_in_a_file_is_not_run_even_with_the_right_hash(saved: tuple[Path, M
     checkpoint, _ = saved
     target = tmp_path / "ran"
     buffer = io.BytesIO()
-    torch.save({"format": 1, "rank": Bomb(target)}, buffer)
+    torch.save({"format": 2, "rank": Bomb(target)}, buffer)
     resign(checkpoint, buffer.getvalue())
     with pytest.raises(StateFileError, match="rank 0 is not readable"):
         read_all(checkpoint, None)
@@ -214,6 +216,8 @@ RANK_FILES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a kind of numbers": lambda s: s["mode"]["replicated"].update(anchor={"a": 2.0}),
     "a kind without a name": lambda s: s["mode"]["local"].update({1: {}}),
     "a sparse anchor": lambda s: s["mode"]["replicated"]["anchor"].update(a=torch.zeros(9).to_sparse()),
+    "loaders as a table": lambda s: s.update(loaders={}),
+    "loaders and scaler swapped": lambda s: swap_values(s, "loaders", "scaler"),
     "a scaler as a number": lambda s: s.update(scaler=1.0),
 }
 
