@@ -174,7 +174,7 @@ class DriftAlarm:
             raise pending.error
 
     def close(self, *, broken: bool = False) -> None:
-        """End the thread and give up the group; after a failure a collective may hang in it, so it is never destroyed."""
+        """End the thread and give up the group, which is not destroyed: after a failure a collective may hang in it."""
         self._given_up = broken
         self._queue.put(None)
         self._thread.join(timeout=1.0 if broken else 5.0)

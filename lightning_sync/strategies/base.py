@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections.abc import Mapping
@@ -14,12 +13,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sync import _compat, aggregators, compressors
@@ -37,6 +34,7 @@ from lightning_sync.nonfinite import NonFinite
 from lightning_sync.reducer import Reducer
 from lightning_sync.strategies.alarms import Alarms
 from lightning_sync.strategies.hooks import ModeHooks
+from lightning_sync.strategies.keywords import meant_keywords
 from lightning_sync.strategies.restore import as_named_now
 from lightning_sync.strategies.resume import Keeper
 from lightning_sync.strategies.watched import Watched
@@ -103,7 +101,7 @@ class SyncStrategy(ModeHooks, Watched):
         **kwargs: Any,
     ) -> None:
         owner = type(self).__name__
-        kwargs = _meant_keywords(owner, kwargs)
+        kwargs = meant_keywords(owner, kwargs)
         check_flags(owner, error_feedback=error_feedback, **{n: kwargs[n] for n in _FLAGS if n in kwargs})
         if two_level is not None:
             check_flags(owner, two_level=two_level)
@@ -389,19 +387,3 @@ def _is_collective_error(error: BaseException) -> bool:
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and any(s in text for s in ("gloo", "Connection closed by peer", "NCCL"))
-
-
-def _meant_keywords(owner: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Refuse unknown keywords; leave out those of DDP at their defaults, which a command line passes unasked."""
-    lightnings, torchs = (
-        {n: p.default for n, p in inspect.signature(cls.__init__).parameters.items() if p.kind is not p.VAR_KEYWORD}
-        for cls in (DDPStrategy, DistributedDataParallel)
-    )
-    own = {"self", "module", "device_ids", "process_group"}
-    unknown = sorted(
-        n for n in kwargs if n not in lightnings and (n not in torchs or (n in own and kwargs[n] is not None))
-    )
-    if unknown:
-        accepted = ", ".join(sorted((lightnings.keys() | torchs.keys()) - own))
-        raise TypeError(f"{owner}: unknown argument {', '.join(unknown)}. Accepted, beside its own: {accepted}.")
-    return {n: v for n, v in kwargs.items() if n in lightnings or v != torchs[n]}

@@ -283,9 +283,9 @@ class UnwrappedStrategy(SyncStrategy):
         if self._marks is not None:
             self._marks.close()
             self._marks = None
+        super()._close()  # while the reducers are known: it gives their groups back
         self._inner = None
         self._view = None
-        super()._close()
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
