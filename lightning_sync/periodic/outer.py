@@ -7,6 +7,7 @@ makes it: a class of this module, or any function from a list of tensors to a `t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,16 @@ from typing_extensions import override
 
 from lightning_sync.checks import check_positive
 
-OuterFactory = Callable[[Any], Optimizer]
+
+class OuterOptimizer(ABC):
+    """Makes an optimiser over the anchor's tensors; a frozen dataclass of its constants."""
+
+    @abstractmethod
+    def __call__(self, tensors: list[Tensor]) -> Optimizer:
+        """Make the optimiser."""
+
+
+OuterFactory = OuterOptimizer | Callable[[Any], Optimizer]
 
 
 def averaging(tensors: list[Tensor]) -> Optimizer:
@@ -27,7 +37,7 @@ def averaging(tensors: list[Tensor]) -> Optimizer:
 
 
 @dataclass(frozen=True)
-class Nesterov:
+class Nesterov(OuterOptimizer):
     r"""SGD with Nesterov momentum on the anchor, as in DiLoCo.
 
     With d the mean of anchor minus parameters over the replicas:
@@ -54,7 +64,7 @@ class Nesterov:
 
 
 @dataclass(frozen=True)
-class SlowMo:
+class SlowMo(OuterOptimizer):
     r"""Slow momentum on the anchor.
 
     With gamma the inner learning rate at the exchange and d as in `Nesterov`:

@@ -277,6 +277,14 @@ class SyncStrategy(ModeHooks, Watched):
         self._at(OPTIMIZER)
         return closure_loss
 
+    def check_jobs(self, executor: Executor) -> None:
+        """Raise what a job of the communication thread ran into, or the failure of another rank behind it."""
+        try:
+            executor.check()
+        except RuntimeError as error:
+            self._blame(error)
+            raise
+
     def _blame(self, error: RuntimeError) -> None:
         """Raise another rank's failure in place of what it looks like from here, such as a closed connection."""
         if self._watcher is None:

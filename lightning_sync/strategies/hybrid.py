@@ -310,7 +310,7 @@ class HybridStrategy(UnwrappedStrategy):
         promise = self._pending[index]
         with self.counters.waiting():
             promise.future.wait()
-        self._executors[-1].check()
+        self.check_jobs(self._executors[-1])
 
     def _is_last_step(self) -> bool:
         trainer = self.attached_trainer()

@@ -246,7 +246,7 @@ class UnwrappedStrategy(SyncStrategy):
         self._executor.submit(job, [promise], where)
         with self.counters.waiting():
             promise.future.wait()
-        self._executor.check()
+        self.check_jobs(self._executor)
 
     def _average(self, reducer: Reducer) -> None:
         assert self._marks is not None

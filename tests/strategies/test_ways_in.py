@@ -10,6 +10,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, StrategyRegistry
 
 import lightning_sync as ls
+from lightning_sync.strategies import NAMES
 from tests.models import Toy, everything, fit
 from tests.workers import run_ranks
 
@@ -91,6 +92,45 @@ def test_lightning_cli_by_class_path() -> None:
     assert (described["compressor"], described["buckets"]) == ("powersgd", 5)
 
 
+def cli_hybrid(rank: int, world_size: int, arguments: list[str]) -> list[str]:
+    sys.argv = ["train.py"]
+    run = LightningCLI(Toy, args=["fit", *TRAINER, *arguments], save_config_callback=None)
+    strategy = run.trainer.strategy
+    assert isinstance(strategy, ls.HybridStrategy)
+    return [repr(strategy.period), repr(strategy.outer_optimizer), repr(strategy.fragments)]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--trainer.strategy=diloco"], ["Every(steps=64)", "Nesterov(lr=0.7, momentum=0.9)", "1"]),
+        (
+            [
+                "--trainer.strategy=lightning_sync.HybridStrategy",
+                "--trainer.strategy.sync_every=4",
+                "--trainer.strategy.outer_optimizer=lightning_sync.SlowMo",
+                "--trainer.strategy.outer_optimizer.momentum=0.4",
+            ],
+            ["Every(steps=4)", "SlowMo(lr=1.0, momentum=0.4)", "1"],
+        ),
+        (
+            [
+                "--trainer.strategy=lightning_sync.HybridStrategy",
+                "--trainer.strategy.sync_every=lightning_sync.Growing",
+                "--trainer.strategy.sync_every.start=2",
+                "--trainer.strategy.fragments=[['*']]",
+            ],
+            ["Growing(start=2, factor=2.0, every=20, limit=64)", "None", "[['*']]"],
+        ),
+    ],
+    ids=["by name", "by class path", "with a period"],
+)
+def test_lightning_cli_with_a_hybrid_mode(arguments: list[str], expected: list[str]) -> None:
+    (found,) = run_ranks(cli_hybrid, 1, arguments, init="env", deadline=100)
+    assert found == expected
+
+
 def cli_plugin(rank: int, world_size: int) -> str:
     sys.argv = ["train.py"]
     plugin = [
@@ -110,7 +150,7 @@ def test_lightning_cli_with_wire_precision() -> None:
 
 
 def test_names_are_registered_and_never_replace_somebody_elses() -> None:
-    assert "strict" in StrategyRegistry
+    assert all(name in StrategyRegistry for name in NAMES)
     assert StrategyRegistry.get("ddp").__class__ is DDPStrategy
 
 
