@@ -45,7 +45,7 @@ ONLY = {
     "comm": ("comm", "compressors.base", "state"),
     "compressors": ("checks", "comm.topology", "compressors", "registry", "state"),
     "checks": (),
-    "drift": ("comm.groups",),
+    "drift": ("comm.groups", "comm.worker"),
     "nonfinite": ("comm.counters",),
     "periodic": ("checks", "comm", "compressors.base", "nonfinite", "periodic", "reducer", "state"),
     "registry": (),

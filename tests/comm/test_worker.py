@@ -138,7 +138,10 @@ def test_a_later_abort_does_not_replace_the_first_error(executor: ThreadExecutor
 
 
 def late_partner(rank: int, world_size: int) -> str:
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group()
+    dist.barrier(group)
+    # Only now: on a busy machine ranks need more than a second to connect.
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
     executor = ThreadExecutor(deadline=1)
     if rank == 0:
         job = lambda: executor.wait(dist.all_reduce(torch.ones(1), group=group, async_op=True))  # noqa: E731
