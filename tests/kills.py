@@ -50,6 +50,12 @@ MOMENTS = {
     "un-wrapped, one replica": ("compute", "collective", "saving"),
     "un-wrapped, alone": ("compute", "saving"),
 }
+# Chosen by `--periodic`, so that seeds of the modes above keep meaning what they meant.
+PERIODIC = {
+    "local SGD, int8": ("compute", "encode", "collective", "saving"),
+    "DiLoCo, overlapped": ("compute", "collective", "saving"),
+    "delayed": ("compute", "collective", "saving"),
+}
 
 
 @dataclass(frozen=True)
@@ -65,10 +71,11 @@ class Plan:
     delay: float
 
     @classmethod
-    def draw(cls, seed: int, sign: signal.Signals) -> "Plan":
+    def draw(cls, seed: int, sign: signal.Signals, modes: dict[str, tuple[str, ...]] | None = None) -> "Plan":
         dice = random.Random(seed)
-        mode = dice.choice(list(MOMENTS))
-        moment = dice.choice(MOMENTS[mode])
+        modes = modes or MOMENTS
+        mode = dice.choice(list(modes))
+        moment = dice.choice(modes[mode])
         return cls(seed, sign, mode, dice.choice([1, 2]), moment, dice.randint(2, 20), dice.random() * 0.04)
 
     def __str__(self) -> str:
@@ -129,6 +136,12 @@ def strategy(mode: str, **options: Any) -> Any:
         return ls.StrictStrategy(bucket_cap_mb=0.005, **options)
     if mode == "strict, int8":
         return ls.StrictStrategy(bucket_cap_mb=0.005, compressor=MarkedInt8(), **options)
+    if mode == "local SGD, int8":
+        return ls.strategy("local_sgd", sync_every=4, compressor=MarkedInt8(), **options)
+    if mode == "DiLoCo, overlapped":
+        return ls.strategy("diloco", sync_every=5, overlap_steps=2, warmup_steps=2, **options)
+    if mode == "delayed":
+        return ls.strategy("delayed", **options)
     return ls.UnwrappedStrategy(replica=RANKS if mode == "un-wrapped, one replica" else "rank", **options)
 
 
@@ -345,6 +358,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--stops", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the first trial")
+    parser.add_argument("--periodic", action="store_true", help="hybrid modes and delayed instead of strict")
     parser.add_argument("--only", type=int, default=None, help="repeat the trial with this seed")
     parser.add_argument("--stop", action="store_true", help="with --only: SIGSTOP instead of SIGKILL")
     parser.add_argument("--victim", type=int, default=None, help="always this rank; 0 keeps the store")
@@ -356,11 +370,13 @@ def main() -> int:
         "--allowance", type=float, default=0.0, help="seconds more for processes to end, on a machine that is busy"
     )
     chosen = parser.parse_args()
+    modes = PERIODIC if chosen.periodic else None
     if chosen.only is not None:
-        plans = [Plan.draw(chosen.only, signal.SIGSTOP if chosen.stop else signal.SIGKILL)]
+        plans = [Plan.draw(chosen.only, signal.SIGSTOP if chosen.stop else signal.SIGKILL, modes)]
     else:
-        plans = [Plan.draw(chosen.seed + i, signal.SIGKILL) for i in range(chosen.kills)]
-        plans += [Plan.draw(chosen.seed + i, signal.SIGSTOP) for i in range(chosen.kills, chosen.kills + chosen.stops)]
+        end = chosen.seed + chosen.kills
+        plans = [Plan.draw(seed, signal.SIGKILL, modes) for seed in range(chosen.seed, end)]
+        plans += [Plan.draw(seed, signal.SIGSTOP, modes) for seed in range(end, end + chosen.stops)]
     if chosen.victim is not None:
         plans = [replace(plan, victim=chosen.victim) for plan in plans]
     torch.set_num_threads(1)

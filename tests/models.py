@@ -1,5 +1,7 @@
 """Small LightningModules that know nothing of lightning_sync, with the things that break synchronisation."""
 
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,7 @@ def fit(
     """Train on CPU in processes that exist already (see `tests.workers`, ``init="env"``), writing nothing."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
+        "default_root_dir": os.environ.get("RANKS_FOLDER", tempfile.gettempdir()),
         "devices": world_size,
         "max_steps": max_steps,
         "logger": False,

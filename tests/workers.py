@@ -94,6 +94,7 @@ def launch_ranks(
             "MKL_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
             "PYTHONFAULTHANDLER": "1",
+            "RANKS_FOLDER": folder,
             **(env or {}),
         }
         keep = None
