@@ -166,13 +166,10 @@ class GradientDelay:
                 late.gradients[name] = torch.zeros_like(p, requires_grad=False)
         late.gradients = {n: late.gradients[n] for n in names if n in used}  # in one order on all ranks
         if not self._skip(late):
-            for bucket in self._buckets:
-                members = [name for name, _ in bucket if name in late.gradients]
-                if members:
-                    tensors = [late.gradients[name] for name in members]
-                    if scale != 1.0:
-                        torch._foreach_mul_(tensors, 1.0 / scale)
-                    self.reducer.reduce(members, tensors)
+            if scale != 1.0 and late.gradients:
+                torch._foreach_mul_(list(late.gradients.values()), 1.0 / scale)
+            present = [[name for name, _ in bucket if name in late.gradients] for bucket in self._buckets]
+            self.reducer.reduce_all([(names, [late.gradients[n] for n in names]) for names in present if names])
         if buffers:
             self.merged_buffers = self.buffers.merge(buffers, self.reducer.wires.world)
 

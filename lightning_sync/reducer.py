@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -22,20 +23,38 @@ from lightning_sync.two_level import Shares, TwoLevelPlan
 
 def drive(runs: Sequence[Reduction], wire: Wire) -> list[Sequence[Tensor]]:
     """Run reductions in lock-step: round k of all of them is one `Wire.round`."""
-    results: list[Sequence[Tensor]] = [()] * len(runs)
-    answers: dict[int, Payload] = {}
-    active = list(range(len(runs)))
-    while active:
-        payloads, waiting = [], []
-        for i in active:
+    return drive_all([runs], wire)[0]
+
+
+def drive_all(buckets: Sequence[Sequence[Reduction]], wire: Wire, depth: int = 3) -> list[list[Sequence[Tensor]]]:
+    """Run the reductions of several buckets, encoding some while others travel.
+
+    At most `depth` buckets are under way. Which round is issued when depends on the number of rounds alone, never on
+    timing, so all ranks issue the same collectives in the same order.
+    """
+    results: list[list[Sequence[Tensor]]] = [[()] * len(runs) for runs in buckets]
+    under_way: deque[tuple[int, list[int], Callable[[], list[Payload]]]] = deque()
+
+    def advance(bucket: int, waiting: list[int], answers: list[Payload] | None) -> None:
+        payloads, still = [], []
+        for place, i in enumerate(waiting):
+            run = buckets[bucket][i]
             try:
-                payloads.append(runs[i].send(answers[i]) if i in answers else next(runs[i]))
-                waiting.append(i)
+                payloads.append(next(run) if answers is None else run.send(answers[place]))
+                still.append(i)
             except StopIteration as stop:
-                results[i] = stop.value
-        active = waiting
-        if active:
-            answers = dict(zip(active, wire.round(payloads), strict=True))
+                results[bucket][i] = stop.value
+        if still:
+            under_way.append((bucket, still, wire.start(payloads)))
+
+    for bucket, runs in enumerate(buckets):
+        while len(under_way) >= depth:
+            earlier, waiting, finish = under_way.popleft()
+            advance(earlier, waiting, finish())
+        advance(bucket, list(range(len(runs))), None)
+    while under_way:
+        earlier, waiting, finish = under_way.popleft()
+        advance(earlier, waiting, finish())
     return results
 
 
@@ -113,6 +132,27 @@ class Reducer:
                 self._reduce_flat(names, tensors)
             else:
                 self._reduce_two_level(names, tensors)
+
+    def reduce_all(self, buckets: Sequence[tuple[Sequence[str], Sequence[Tensor]]]) -> None:
+        """As `reduce` for every bucket, names and tensors, but encoding some while others travel (collective).
+
+        What comes out is the same, whatever the buckets. With two levels they travel one after the other.
+        """
+        if self.wires.intra is not None:
+            for names, tensors in buckets:
+                self.reduce(names, tensors)
+            return
+        counters, world = self.wires.world.counters, self.wires.world.topology
+        for served in self._served:
+            served.state.step = self.step
+        plans = [self._bucket(tuple(names)) for names, _ in buckets]
+        runs = []
+        for (names, tensors), plan in zip(buckets, plans, strict=True):
+            counters.count_dense(world.all_reduce(sum(t.nbytes for t in tensors)))
+            runs.append(self._runs(plan, names, tensors))
+        for (_, tensors), plan, results in zip(buckets, plans, drive_all(runs, self.wires.world), strict=True):
+            for (_, members), result in zip(plan, results, strict=True):
+                _write([tensors[i] for i in members], result)
 
     def any(self, flags: Tensor) -> Tensor:
         """Element-wise maximum over the ranks of an integer tensor, in place (collective): "does any rank say 1"."""
@@ -199,12 +239,17 @@ class Reducer:
 
     def _reduce_flat(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         bucket = self._bucket(tuple(names))
-        runs = [
+        runs = self._runs(bucket, names, tensors)
+        for (_, members), result in zip(bucket, drive(runs, self.wires.world), strict=True):
+            _write([tensors[i] for i in members], result)
+
+    def _runs(
+        self, bucket: Sequence[tuple[_Served, list[int]]], names: Sequence[str], tensors: Sequence[Tensor]
+    ) -> list[Reduction]:
+        return [
             served.compressor.reduce([names[i] for i in members], [tensors[i] for i in members], served.state)
             for served, members in bucket
         ]
-        for (_, members), result in zip(bucket, drive(runs, self.wires.world), strict=True):
-            _write([tensors[i] for i in members], result)
 
     def _reduce_two_level(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         assert self.wires.intra is not None

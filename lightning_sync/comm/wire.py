@@ -31,8 +31,12 @@ class Wire(ABC):
     size: int
 
     @abstractmethod
+    def start(self, payloads: Sequence[Payload]) -> Callable[[], list[Payload]]:
+        """Issue one collective round; the returned function waits for it, see `Payload` for what comes back."""
+
     def round(self, payloads: Sequence[Payload]) -> list[Payload]:
-        """Run one collective round; see `Payload` for what comes back."""
+        """Run one collective round."""
+        return self.start(payloads)()
 
     @abstractmethod
     def any(self, flags: Tensor) -> Tensor:
@@ -65,12 +69,14 @@ class GroupWire(Wire):
         self.size = topology.size
         self._wait = wait or (lambda work: work.wait())
 
-    def round(self, payloads: Sequence[Payload]) -> list[Payload]:
-        """Issue everything, sums first, in the order of the payloads; then wait for everything, in that order."""
+    @override
+    def start(self, payloads: Sequence[Payload]) -> Callable[[], list[Payload]]:
+        """Issue everything, sums first, in the order of the payloads; it is waited for in that order."""
         results: list[Payload | None] = [None] * len(payloads)
         finishers: list[Callable[[], None]] = []
         if self.size == 1:
-            return [_alone(p) for p in payloads]
+            alone = [_alone(p) for p in payloads]
+            return lambda: alone
         sums = [(i, j) for i, p in enumerate(payloads) if p.pattern == "sum" for j in range(len(p.tensors))]
         self._start_sums(payloads, sums, finishers)
         for i, payload in enumerate(payloads):
@@ -80,9 +86,13 @@ class GroupWire(Wire):
             members = [i for i, p in enumerate(payloads) if p.pattern == pattern]
             if members:
                 self._start_rows([payloads[i] for i in members], pattern, members, results, finishers)
-        for finish in finishers:
-            finish()
-        return [r for r in results if r is not None]
+
+        def finish() -> list[Payload]:
+            for part in finishers:
+                part()
+            return [r for r in results if r is not None]
+
+        return finish
 
     @override
     def any(self, flags: Tensor) -> Tensor:

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from lightning_sync.state import ParamSpec
 
+#: Uncompressed bytes of what is encoded and sent at once.
+BUCKET_BYTES = 4 * 2**20
+
 
 class Fragment:
     """The anchor of some parameters: contiguous, with a view per parameter.
@@ -21,6 +24,7 @@ class Fragment:
         names: Parameter names.
         specs: What a reducer is told of the deltas: these names and shapes, in the anchor's dtype.
         anchor: One tensor per parameter, to be changed by an outer optimiser.
+        buckets: Places of the parameters that travel together: small enough that some are encoded while others travel.
     """
 
     def __init__(self, members: Sequence[tuple[ParamSpec, nn.Parameter]], device: torch.device) -> None:
@@ -31,6 +35,7 @@ class Fragment:
         self.names = [spec.name for spec, _ in members]
         self.specs = [ParamSpec(s.name, s.shape, dtype, device) for s, _ in members]
         self.numel = sum(s.numel for s in self.specs)
+        self.buckets = _buckets([s.numel * dtype.itemsize for s in self.specs])
         pinned = device.type == "cpu" and any(p.device.type == "cuda" for p in self.params)
         self.flat = torch.zeros(self.numel, dtype=dtype, device=device, pin_memory=pinned)
         # One view per parameter, not one flat tensor, for outer optimisers that look at shapes or norms of layers.
@@ -89,3 +94,15 @@ class Fragment:
         with torch.no_grad():
             for name, anchor in zip(self.names, self.anchor, strict=True):
                 anchor.copy_(values[name])
+
+
+def _buckets(sizes: Sequence[int]) -> list[list[int]]:
+    buckets: list[list[int]] = [[]]
+    filled = 0
+    for place, nbytes in enumerate(sizes):
+        if buckets[-1] and filled + nbytes > BUCKET_BYTES:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(place)
+        filled += nbytes
+    return buckets

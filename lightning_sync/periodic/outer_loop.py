@@ -116,7 +116,9 @@ class OuterLoop:
         if name is not None:
             raise NonFiniteError(step, name, self.wire.rank)
         self.reducer.step = step
-        self.reducer.reduce(fragment.names, flight.deltas)
+        self.reducer.reduce_all(
+            [([fragment.names[i] for i in b], [flight.deltas[i] for i in b]) for b in fragment.buckets]
+        )
         if flight.buffers:
             flight.buffers = self.buffers.merge(flight.buffers, self.wire)
         if flight.proposal:

@@ -56,7 +56,7 @@ def train(rank: int, world_size: int, runs: int, steps: int) -> list[dict[str, A
     results = []
     for run in range(runs):
         torch.manual_seed(run)
-        module = Chatty(depth=10)
+        module = Chatty(depth=10, lr=1e-3)  # at ten layers the default rate diverges
         start = digests(module)
         strategy = ls.StrictStrategy(compressor=compressor(run), bucket_cap_mb=0.004)
         count = CountBuckets()

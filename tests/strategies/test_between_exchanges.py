@@ -131,10 +131,17 @@ def test_collectives_of_a_training_step_stay_local_or_are_refused() -> None:
         assert "all_gather inside a training step" in found["gather"]
 
 
-@pytest.mark.parametrize("callback", [WeightAveraging(), EMAWeightAveraging(), StochasticWeightAveraging(1e-2)])
-def test_callbacks_that_average_over_time_are_refused(callback: Callback) -> None:
-    with pytest.raises(ValueError, match=f"{type(callback).__name__}.*strategy='hybrid'"):
-        fit(Toy(), ls.strategy("local_sgd"), 1, callbacks=[callback])
+def averaged(rank: int, world: int) -> None:
+    for callback in (WeightAveraging(), EMAWeightAveraging(), StochasticWeightAveraging(1e-2)):
+        with pytest.raises(ValueError, match=f"{type(callback).__name__}.*strategy='hybrid'"):
+            fit(Toy(), ls.strategy("local_sgd"), world, callbacks=[callback])
+    with pytest.warns(UserWarning, match=r"about 1 exchanges \(12 steps, sync_every=8.*Lower sync_every"):
+        fit(Toy(), ls.strategy("local_sgd"), world, 12)
+
+
+@pytest.mark.dist
+def test_callbacks_that_average_over_time_are_refused_and_few_exchanges_warned_about() -> None:
+    run_ranks(averaged, 1, init="env")
 
 
 class Batches(Callback):
@@ -241,11 +248,6 @@ def test_clocks_count_attempted_steps_whatever_happens_in_them() -> None:
     assert first["local_sgd, uneven data"] == (12, 4), "all stop at the shortest"
     assert first["delayed, two optimisers"] == (9, 0)
     assert first["delayed, uneven data"] == (12, 0)
-
-
-def test_few_exchanges_are_warned_about() -> None:
-    with pytest.warns(UserWarning, match=r"about 1 exchanges \(12 steps, sync_every=8.*Lower sync_every"):
-        fit(Toy(), ls.strategy("local_sgd"), 1, 12)
 
 
 def hierarchy(rank: int, world: int) -> dict[str, Any]:
