@@ -52,13 +52,17 @@ class Fragment:
         torch._foreach_copy_(self.anchor, self.params)
 
     @torch.no_grad()
-    def delta(self, buffer: Tensor) -> list[Tensor]:
-        """Write anchor minus parameters into `buffer`; returns one view per parameter."""
-        flat = buffer[: self.numel]
-        views = self.views(flat)
+    def snapshot(self, buffer: Tensor) -> list[Tensor]:
+        """Copy the parameters into `buffer`; returns one view per parameter."""
+        views = self.views(buffer)
         torch._foreach_copy_(views, self.params)
-        torch.sub(self.flat, flat, out=flat)
         return views
+
+    @torch.no_grad()
+    def subtract(self, buffer: Tensor) -> None:
+        """Turn the parameters in `buffer` into differences: anchor minus parameters."""
+        flat = buffer[: self.numel]
+        torch.sub(self.flat, flat, out=flat)
 
     @torch.no_grad()
     def merge(self, local_weight: float) -> None:
@@ -72,10 +76,10 @@ class Fragment:
         torch._foreach_lerp_(self.params, ours, 1 - local_weight)
 
     @torch.no_grad()
-    def pull(self, deltas: Sequence[Tensor], rate: float) -> None:
+    def pull(self, rate: float) -> None:
         r"""Move the parameters towards the anchor: :math:`w \leftarrow w + rate \, (a - w)` (elastic averaging)."""
-        ours = [d.to(device=p.device, dtype=p.dtype) for d, p in zip(deltas, self.params, strict=True)]
-        torch._foreach_add_(self.params, ours, alpha=rate)
+        ours = [a.to(device=p.device, dtype=p.dtype) for a, p in zip(self.anchor, self.params, strict=True)]
+        torch._foreach_lerp_(self.params, ours, rate)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the anchor by parameter name."""

@@ -24,12 +24,15 @@ class InFlight:
     """An exchange that has started and not ended.
 
     Attributes:
-        deltas: This rank's, overwritten by the combined ones; in the fragment's order.
+        deltas: This rank's parameters as they were, then its differences, then the combined ones; in the fragment's
+            order. Empty once the anchor has moved.
+        inner_lr: The inner optimiser's learning rate at the start.
         buffers: This rank's buffers, then the merged ones; empty if they do not travel with this fragment.
         proposal: Proposed next period, then the agreed one; 0 for a fixed period.
     """
 
     deltas: list[Tensor]
+    inner_lr: float = 1.0
     buffers: dict[str, Tensor] = field(default_factory=dict)
     proposal: int = 0
 
@@ -96,22 +99,31 @@ class OuterLoop:
 
     # ---- an exchange: start and finish on the training thread, run on the communication thread ----------------------
 
-    def start(self, index: int, proposal: int = 0) -> None:
-        """Take this rank's delta of a fragment, to be combined while training may go on."""
+    def start(self, index: int, inner_lr: float, proposal: int = 0) -> None:
+        """Take this rank's parameters of a fragment as they are, to be exchanged while training may go on.
+
+        Args:
+            index: The fragment.
+            inner_lr: The inner optimiser's learning rate now.
+            proposal: This rank's proposal for the next period, 0 if that is fixed.
+        """
         fragment = self.fragments[index]
-        deltas = fragment.delta(self._buffer(fragment))
+        taken = fragment.snapshot(self._buffer(fragment))
         if self.elastic is not None:
-            fragment.pull(deltas, self.elastic / self._replicas)
+            fragment.pull(self.elastic / self._replicas)
         carries = index == len(self.fragments) - 1
-        self.in_flight[index] = InFlight(deltas, self.buffers.snapshot() if carries else {}, proposal)
+        self.in_flight[index] = InFlight(taken, inner_lr, self.buffers.snapshot() if carries else {}, proposal)
 
     def run(self, index: int, step: int) -> None:
-        """Combine (collective).
+        """Combine the differences, and apply the outer optimiser to the anchor (collective).
+
+        Nobody may look at the anchor until this is done. All that can be done here costs the training thread nothing.
 
         Raises:
             NonFiniteError: if this rank's parameters have become inf or NaN; before anything is encoded.
         """
         flight, fragment = self.in_flight[index], self.fragments[index]
+        fragment.subtract(self._buffer(fragment))
         name = first_nonfinite(fragment.names, flight.deltas)
         if name is not None:
             raise NonFiniteError(step, name, self.wire.rank)
@@ -120,33 +132,35 @@ class OuterLoop:
             [([fragment.names[i] for i in b], [flight.deltas[i] for i in b]) for b in fragment.buckets]
         )
         if flight.buffers:
-            flight.buffers = self.buffers.merge(flight.buffers, self.wire)
+            self.merged_buffers = flight.buffers = self.buffers.merge(flight.buffers, self.wire)
         if flight.proposal:
             agreed = torch.tensor([flight.proposal], dtype=torch.int64, device=flight.deltas[0].device)
             flight.proposal = int(self.wire.maximum(agreed))
+        self._move_anchor(flight, fragment)
 
-    def finish(self, index: int, inner_lr: float, *, last: bool = False) -> int:
-        """Apply the outer optimiser and take the result over; returns the agreed next period (0 if it is fixed).
-
-        Args:
-            index: The fragment.
-            inner_lr: The inner optimiser's learning rate now.
-            last: Replicas become the anchor, whatever `local_weight` and `elastic` say: the end of training.
-        """
-        flight, fragment = self.in_flight.pop(index), self.fragments[index]
+    def _move_anchor(self, flight: InFlight, fragment: Fragment) -> None:
         for anchor, delta in zip(fragment.anchor, flight.deltas, strict=True):
             anchor.grad = delta
         for group in self.optimizer.param_groups:
             if "inner_lr" in group:
-                group["inner_lr"] = inner_lr
+                group["inner_lr"] = flight.inner_lr
         self.optimizer.step()
         for anchor in fragment.anchor:
             anchor.grad = None
+        flight.deltas = []
+
+    def finish(self, index: int, *, last: bool = False) -> int:
+        """Take the anchor over; returns the agreed next period (0 if it is fixed).
+
+        Args:
+            index: The fragment.
+            last: Replicas become the anchor, whatever `local_weight` and `elastic` say: the end of training.
+        """
+        flight, fragment = self.in_flight.pop(index), self.fragments[index]
         keep = 0.0 if last else 1.0 if self.elastic is not None else self.local_weight
         fragment.merge(keep)
         if index == len(self.fragments) - 1:
             if flight.buffers:
-                self.merged_buffers = flight.buffers
                 self.buffers.write(flight.buffers, 0.0 if last else self.local_weight)
             self.exchanges += 1
             if self.scheduler is not None:
@@ -182,7 +196,7 @@ class OuterLoop:
         return numbers
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Anchor, outer optimiser, merged buffers and combined deltas, by kind and name; the same on all ranks."""
+        """Anchor, outer optimiser and merged buffers, by kind and name; the same on all ranks."""
         found: dict[str, dict[str, Tensor]] = {"anchor": {}, "merged_buffers": dict(self.merged_buffers)}
         for fragment in self.fragments:
             found["anchor"].update(fragment.state_dict())
@@ -190,11 +204,7 @@ class OuterLoop:
             for kind, value in state.items():
                 tensor = value if isinstance(value, Tensor) else torch.tensor(value)
                 found.setdefault(f"outer/{kind}", {})[self._names[id(anchor)]] = tensor.detach().clone()
-        for index, flight in self.in_flight.items():
-            names = self.fragments[index].names
-            found.setdefault("in_flight", {}).update(
-                {n: d.detach().clone() for n, d in zip(names, flight.deltas, strict=True)}
-            )
+        for flight in self.in_flight.values():
             if flight.buffers:
                 found["in_flight_buffers"] = dict(flight.buffers)
         return found
@@ -220,9 +230,7 @@ class OuterLoop:
                     self.optimizer.state[by_name[name]][kind.removeprefix("outer/")] = value.clone()
         for key, proposal in numbers.items():
             if key.startswith("in_flight/"):
-                fragment = self.fragments[int(key.removeprefix("in_flight/"))]
-                deltas = fragment.views(self._buffer(fragment))
-                with torch.no_grad():
-                    torch._foreach_copy_(deltas, [tensors["in_flight"][n] for n in fragment.names])
-                buffers = dict(tensors.get("in_flight_buffers", {})) if fragment is self.fragments[-1] else {}
-                self.in_flight[int(key.removeprefix("in_flight/"))] = InFlight(deltas, buffers, int(proposal))
+                index = int(key.removeprefix("in_flight/"))
+                carries = index == len(self.fragments) - 1
+                buffers = dict(tensors.get("in_flight_buffers", {})) if carries else {}
+                self.in_flight[index] = InFlight([], buffers=buffers, proposal=int(proposal))

@@ -280,7 +280,7 @@ class HybridStrategy(UnwrappedStrategy):
     def _start(self, index: int) -> None:
         loop, executor = self._loop, self._executors[-1]
         assert loop is not None
-        loop.start(index, 0 if self.period.fixed else self.schedule.propose(self._progress(then=1)))
+        loop.start(index, self._inner_lr(), 0 if self.period.fixed else self.schedule.propose(self._progress(then=1)))
         step = self.counters.steps
         promise = executor.promise(torch.empty(0, device=self._outer_device))
         executor.submit(lambda: loop.run(index, step), [promise], f"exchange of fragment {index} at step {step}")
@@ -291,7 +291,7 @@ class HybridStrategy(UnwrappedStrategy):
         assert loop is not None
         self._await(index)
         del self._pending[index]
-        agreed = loop.finish(index, self._inner_lr(), last=last)
+        agreed = loop.finish(index, last=last)
         if agreed:
             self.schedule.agreed(self._step, agreed)
         if last or not (self.overlap_steps or self.local_weight or self.elastic):
@@ -324,8 +324,15 @@ class HybridStrategy(UnwrappedStrategy):
     # ---- consensus and state -----------------------------------------------------------------------------------------
 
     def consensus(self) -> dict[str, Tensor] | None:
-        """The anchor and the buffers merged at the last exchange; while warming up, what every rank holds."""
-        return None if self._loop is None or self._step <= 0 else self._loop.consensus()
+        """The anchor and the buffers merged at the last exchange; while warming up, what every rank holds.
+
+        Waits for an exchange under way, after which the anchor has moved already, if not the replicas.
+        """
+        if self._loop is None or self._step <= 0:
+            return None
+        for index in self._pending:
+            self._await(index)
+        return self._loop.consensus()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
