@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -33,3 +35,23 @@ def check_flags(owner: str, **values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, bool):
             raise ValueError(f"{owner}({name}={value!r}): expected True or False.")
+
+
+def check_share(owner: str, **values: object) -> None:
+    """Each is a number in [0, 1]."""
+    for name, value in values.items():
+        if not (_is_number(value) and 0 <= value <= 1):  # type: ignore[operator]
+            raise ValueError(f"{owner}({name}={value!r}): expected a number in [0, 1].")
+
+
+def check_choice(owner: str, choices: tuple[object, ...], **values: object) -> None:
+    """Each is one of `choices`."""
+    for name, value in values.items():
+        if value not in choices:
+            accepted = ", ".join(map(repr, choices))
+            raise ValueError(f"{owner}({name}={value!r}): expected one of {accepted}.")
+
+
+def plain_repr(value: object) -> str:
+    """How something prints, without addresses, which differ from run to run."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

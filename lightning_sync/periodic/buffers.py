@@ -35,14 +35,20 @@ class BufferMerge:
         if policy not in ("average", "rank0"):
             raise ValueError(f"buffers={policy!r}: expected 'average' or 'rank0'.")
         self.policy = policy
-        self.buffers = {canonical_name(name): b for name, b in module.named_buffers()}
-        self._floats = [n for n, b in self.buffers.items() if b.is_floating_point()]
-        self._counts = [n for n, b in self.buffers.items() if not b.is_floating_point() and not b.is_complex()]
+        self._module = module
+        buffers = self.buffers
+        self._floats = [n for n, b in buffers.items() if b.is_floating_point()]
+        self._counts = [n for n, b in buffers.items() if not b.is_floating_point() and not b.is_complex()]
         self._means: dict[str, str] = {}  # variance -> mean
         for name, part in module.named_modules():
             if isinstance(getattr(part, "running_var", None), Tensor):
                 prefix = canonical_name(f"{name}." if name else "")
                 self._means[f"{prefix}running_var"] = f"{prefix}running_mean"
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The module's buffers as they are now: assigning to one puts another tensor in its place."""
+        return {canonical_name(name): b for name, b in self._module.named_buffers()}
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of the buffers as they are now, to be merged while the model goes on."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
-from lightning_sync.checks import check_integer
 from lightning_sync.state import ParamSpec
 
 Fragments = int | Sequence[str | Sequence[str]]
@@ -13,9 +12,10 @@ Fragments = int | Sequence[str | Sequence[str]]
 
 def check_fragments(fragments: Fragments) -> int:
     """The number of fragments; raises for a value that cannot be one."""
-    if isinstance(fragments, (int, float)):
-        check_integer("fragments", 1, number=fragments)
-        return int(fragments)
+    if isinstance(fragments, (bool, float, str, type(None))) or (isinstance(fragments, int) and fragments < 1):
+        raise ValueError(f"fragments={fragments!r}: expected a number of at least 1, or patterns per fragment.")
+    if isinstance(fragments, int):
+        return fragments
     patterns = [[f] if isinstance(f, str) else list(f) for f in fragments]
     if not patterns or not all(p and all(isinstance(s, str) and s for s in p) for p in patterns):
         raise ValueError(f"fragments={fragments!r}: expected a number, or patterns for parameter names per fragment.")

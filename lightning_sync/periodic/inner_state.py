@@ -29,7 +29,19 @@ def averageable(optimizers: Iterable[Optimizer], params: Iterable[Tensor]) -> li
 
 
 def average(tensors: Sequence[Tensor], wire: GroupWire) -> None:
-    """Replace them by their means over the ranks (collective: the same tensors in the same order)."""
+    """Replace them by their means over the ranks (collective).
+
+    Raises:
+        ValueError: if ranks do not hold the same number of elements, because some never used a parameter.
+    """
+    elements = sum(t.numel() for t in tensors)
+    device = tensors[0].device if tensors else torch.device("cpu")
+    most, least = wire.maximum(torch.tensor([elements, -elements], device=device)).tolist()
+    if most != -least:
+        raise ValueError(
+            f"inner_state='average': this rank's optimisers hold {elements:,} elements of state, others between "
+            f"{-least:,} and {most:,}, since ranks have used different parameters. Use inner_state='keep' or 'reset'."
+        )
     if tensors and wire.size > 1:
         with torch.no_grad():
             torch._foreach_div_(list(tensors), wire.size)

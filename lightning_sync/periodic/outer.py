@@ -121,6 +121,10 @@ def _check_momentum(owner: object, momentum: float) -> None:
         raise ValueError(f"{type(owner).__name__}(momentum={momentum!r}): expected a number in [0, 1).")
 
 
+def _is_class_of_ours(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, OuterOptimizer)
+
+
 def build_outer(factory: OuterFactory | None, tensors: list[Tensor]) -> Optimizer:
     """The outer optimiser over these tensors.
 
@@ -128,7 +132,7 @@ def build_outer(factory: OuterFactory | None, tensors: list[Tensor]) -> Optimize
         ValueError: if `factory` is not callable, fails, or makes something else.
     """
     make = averaging if factory is None else factory
-    if not callable(make):
+    if not callable(make) or _is_class_of_ours(make):
         raise ValueError(
             f"outer_optimizer={factory!r}: expected None (averaging), Nesterov(), SlowMo(), or a function that makes a "
             "torch optimiser from a list of tensors, such as functools.partial(torch.optim.SGD, lr=0.7)."

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sync.comm.wire import GroupWire
+from lightning_sync.compressors.base import Payload
 from lightning_sync.nonfinite import NonFiniteError, first_nonfinite
 from lightning_sync.periodic.anchor import Fragment
 from lightning_sync.periodic.buffers import BufferMerge
@@ -136,6 +138,11 @@ class OuterLoop:
         if flight.proposal:
             agreed = torch.tensor([flight.proposal], dtype=torch.int64, device=flight.deltas[0].device)
             flight.proposal = int(self.wire.maximum(agreed))
+        if any("inner_lr" in group for group in self.optimizer.param_groups):
+            # Schedulers may differ between ranks; what moves the anchor must not.
+            rate = torch.tensor([flight.inner_lr / self.wire.size], device=flight.deltas[0].device)
+            self.wire.round([Payload("sum", (rate,))])
+            flight.inner_lr = float(rate)
         self._move_anchor(flight, fragment)
 
     def _move_anchor(self, flight: InFlight, fragment: Fragment) -> None:
@@ -209,8 +216,13 @@ class OuterLoop:
                 found["in_flight_buffers"] = dict(flight.buffers)
         return found
 
-    def load(self, numbers: Mapping[str, int | float], tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restore what `numbers` and `tensors` returned, in a loop of the same fragments.
+    def load(self, numbers: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]], *, outer: bool) -> None:
+        """Restore what `numbers` and `tensors` returned.
+
+        Args:
+            numbers: With exchanges under way only if the fragments are the same.
+            tensors: All kinds.
+            outer: Whether the outer optimiser is the same, and takes its state and learning rate back.
 
         Raises:
             ValueError: for an anchor that does not fit.
@@ -219,13 +231,14 @@ class OuterLoop:
             fragment.load_state_dict(tensors["anchor"])
         self.merged_buffers = {name: value.clone() for name, value in tensors["merged_buffers"].items()}
         self.exchanges = int(numbers["exchanges"])
-        for i, group in enumerate(self.optimizer.param_groups):
-            group["lr"] = numbers.get(f"lr/{i}", group["lr"])
-        if self.scheduler is not None and "scheduler" in numbers:
-            self.scheduler.last_epoch = int(numbers["scheduler"])
         by_name = {self._names[id(a)]: a for f in self.fragments for a in f.anchor}
+        if outer:
+            for i, group in enumerate(self.optimizer.param_groups):
+                group["lr"] = numbers.get(f"lr/{i}", group["lr"])
+            if self.scheduler is not None and "scheduler" in numbers:
+                self.scheduler.last_epoch = int(numbers["scheduler"])
         for kind, values in tensors.items():
-            if kind.startswith("outer/"):
+            if outer and kind.startswith("outer/"):
                 for name, value in values.items():
                     self.optimizer.state[by_name[name]][kind.removeprefix("outer/")] = value.clone()
         for key, proposal in numbers.items():

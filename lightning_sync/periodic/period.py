@@ -143,14 +143,20 @@ class Seconds(Period):
         return max(1, round(self.seconds / progress.seconds_per_step))
 
 
-def as_period(sync_every: int | Period, seconds: float | None = None) -> Period:
-    """The period that ``sync_every`` and ``sync_every_seconds`` mean.
+def as_period(sync_every: int | Period | None, seconds: float | None = None, default: int = 16) -> Period:
+    """The period that ``sync_every`` and ``sync_every_seconds`` mean; `default` steps if both are `None`.
 
     Raises:
-        ValueError: for a `sync_every` that is neither a `Period` nor an integer of at least 1.
+        ValueError: for both at once, or a `sync_every` that is neither a `Period` nor an integer of at least 1.
     """
+    if seconds is not None and sync_every is not None:
+        raise ValueError(
+            f"sync_every={sync_every!r} and sync_every_seconds={seconds!r} both say when to exchange. Leave one None."
+        )
     if seconds is not None:
         return Seconds(seconds)
+    if sync_every is None:
+        return Every(default)
     if isinstance(sync_every, Period):
         return sync_every
     if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:

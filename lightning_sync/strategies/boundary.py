@@ -13,11 +13,15 @@ class StepBoundary(Callback):
 
     Args:
         end_batch: Called after every training batch.
+        leave_batch: Called when an epoch ends, perhaps within a batch that `on_train_batch_start` has skipped.
         end_training: Called when training ends without an exception.
     """
 
-    def __init__(self, end_batch: Callable[[], None], end_training: Callable[[], None]) -> None:
+    def __init__(
+        self, end_batch: Callable[[], None], leave_batch: Callable[[], None], end_training: Callable[[], None]
+    ) -> None:
         self._end_batch = end_batch
+        self._leave_batch = leave_batch
         self._end_training = end_training
 
     def on_train_batch_end(
@@ -25,6 +29,10 @@ class StepBoundary(Callback):
     ) -> None:
         """All optimisers and the schedulers of steps have stepped; nobody has validated or saved yet."""
         self._end_batch()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """No batch is under way."""
+        self._leave_batch()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The last batch is over."""

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sync.checkpoint import ModeState
-from lightning_sync.checks import check_integer, check_seconds
+from lightning_sync.checks import check_choice, check_integer, check_seconds, check_share, plain_repr
 from lightning_sync.comm.groups import Wires, discover_topology, make_wires
 from lightning_sync.comm.topology import Bytes
 from lightning_sync.comm.worker import Promise
@@ -31,10 +31,8 @@ from lightning_sync.periodic.outer_loop import OuterLoop, OuterScheduler
 from lightning_sync.periodic.period import Period, Progress, as_period
 from lightning_sync.periodic.schedule import Schedule
 from lightning_sync.reducer import Reducer
+from lightning_sync.strategies.short_runs import warn_if_short
 from lightning_sync.strategies.unwrapped import UnwrappedStrategy
-
-#: Fewer exchanges than this in a run are warned about.
-FEW_EXCHANGES = 20
 
 
 class HybridStrategy(UnwrappedStrategy):
@@ -48,13 +46,14 @@ class HybridStrategy(UnwrappedStrategy):
               w_r \leftarrow \lambda w_r + (1 - \lambda) a
 
     Between two exchanges nothing crosses the network except inside a replica. Validation, checkpoints and whatever
-    looks at the model there see the *consensus*: the anchor, and the buffers merged at the last exchange. Local
-    parameters come back bit for bit afterwards. The last step of a run ends with an exchange, after which all replicas
-    are the anchor. Memory on top of a plain run: a float32 anchor, the outer optimiser's state (one float32 with
+    looks at the model there see the *consensus*: the anchor, and the buffers merged at the last exchange. The last step
+    of a run ends with an exchange, after which all replicas are the anchor. Parameters that take no gradients are left
+    alone: one that you change yourself (an EMA teacher) stays each rank's own. Memory on top of a plain run: a float32 anchor, the outer optimiser's state (one float32 with
     momentum), a float32 buffer of the largest fragment, and what the compressor keeps.
 
     Args:
-        sync_every: H, steps between two exchanges, or a `Period`. More sends less; replicas drift apart further.
+        sync_every: H, steps between two exchanges (16 by default), or a `Period`. More sends less; replicas drift
+            apart further.
         sync_every_seconds: Instead of a number of steps, about this much time; measured, and agreed by all ranks.
         outer_optimizer: What the combined delta does to the anchor: `None` (it becomes the mean), `Nesterov`,
             `SlowMo`, or a function from a list of tensors to a torch optimiser.
@@ -83,7 +82,7 @@ class HybridStrategy(UnwrappedStrategy):
     def __init__(
         self,
         *args: Any,
-        sync_every: int | Period = 16,
+        sync_every: int | Period | None = None,
         sync_every_seconds: float | None = None,
         outer_optimizer: OuterFactory | None = None,
         outer_scheduler: OuterScheduler | None = None,
@@ -100,14 +99,22 @@ class HybridStrategy(UnwrappedStrategy):
         super().__init__(*args, **kwargs)
         check_seconds("HybridStrategy", sync_every_seconds=sync_every_seconds)
         check_integer("HybridStrategy", 0, overlap_steps=overlap_steps, warmup_steps=warmup_steps)
-        _check_share("local_weight", local_weight)
-        _check_choice("buffers", buffers, ("average", "rank0"))
-        _check_choice("inner_state", inner_state, POLICIES)
-        _check_choice("anchor_device", anchor_device, (None, "device", "cpu"))
+        check_share("HybridStrategy", local_weight=local_weight)
+        check_choice("HybridStrategy", ("average", "rank0"), buffers=buffers)
+        check_choice("HybridStrategy", POLICIES, inner_state=inner_state)
+        check_choice("HybridStrategy", (None, "device", "cpu"), anchor_device=anchor_device)
         if elastic is not None:
-            _check_share("elastic", elastic)
-            if outer_optimizer is not None or elastic == 0:
-                raise ValueError(f"HybridStrategy(elastic={elastic!r}): above 0, and without an outer_optimizer.")
+            check_share("HybridStrategy", elastic=elastic)
+            if outer_optimizer is not None or elastic == 0 or local_weight:
+                raise ValueError(
+                    f"HybridStrategy(elastic={elastic!r}): above 0, without an outer_optimizer, and with "
+                    "local_weight=0: replicas keep what elastic averaging leaves them."
+                )
+        if outer_scheduler is not None and not callable(outer_scheduler):
+            raise ValueError(
+                f"HybridStrategy(outer_scheduler={outer_scheduler!r}): expected a function from the outer optimiser "
+                "to a torch scheduler."
+            )
         if inner_state != "keep" and overlap_steps:
             raise ValueError(f"HybridStrategy(inner_state={inner_state!r}) needs overlap_steps=0: replicas must stand.")
         self.period = as_period(sync_every, sync_every_seconds)
@@ -129,6 +136,7 @@ class HybridStrategy(UnwrappedStrategy):
         self._pending: dict[int, Promise] = {}
         self._stale: set[int] = set()
         self._since = (0, 0.0)
+        self._begun = False
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
@@ -174,7 +182,7 @@ class HybridStrategy(UnwrappedStrategy):
             replicas=len(self._replicas),
         )
         self._loop.capture()
-        self._pending, self._stale = {}, set()
+        self._pending, self._stale, self._begun = {}, set(), False
         if self.warmup_steps:
             assert self._executor is not None
             if executor is not self._executor:  # gradients keep to their own thread and backend
@@ -194,8 +202,8 @@ class HybridStrategy(UnwrappedStrategy):
         super()._say_bytes(reducer, "round of exchanges" if self.schedule.fragments > 1 else "exchange")
         sizes = {len(ranks) for ranks in self._replicas}
         rank_zero_info(
-            f"{self.mode}: {len(self._replicas)} replicas of {'/'.join(map(str, sorted(sizes)))} ranks, averaging "
-            f"gradients inside each in every step, and exchanging between them by {self.period!r}"
+            f"{self.mode}: {len(self._replicas)} replicas of {sorted(sizes)} ranks, gradients averaged inside each in "
+            f"every step, exchanges between them by {self.period!r}"
             + (f" after {self.warmup_steps} steps of averaging over all." if self.warmup_steps else ".")
         )
 
@@ -211,16 +219,8 @@ class HybridStrategy(UnwrappedStrategy):
         """Say so if the run is too short for this mode."""
         super().on_train_start()
         trainer, every = self.attached_trainer(), self.schedule.steps_per_round
-        if trainer is None or every is None:
-            return
-        steps = trainer.estimated_stepping_batches
-        exchanges = (steps - self.warmup_steps) / every
-        if exchanges < FEW_EXCHANGES:
-            rank_zero_warn(
-                f"This run has about {max(0, int(exchanges))} exchanges ({steps:g} steps, sync_every={every}, "
-                f"warmup_steps={self.warmup_steps}); with fewer than {FEW_EXCHANGES} replicas hardly learn from one "
-                "another. Lower sync_every or warmup_steps."
-            )
+        if trainer is not None and every is not None:
+            warn_if_short(trainer, every, self.warmup_steps)
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -240,10 +240,10 @@ class HybridStrategy(UnwrappedStrategy):
             return
         if step == 0:
             loop.capture()
-            self._begin()
+            self._begin(0)
             return
-        if step == 1 and not self.warmup_steps:
-            self._begin()
+        if not self._begun:
+            self._begin(step - 1)
         self._stale.update(range(len(loop.fragments)))
         for index in self.schedule.starts(step):
             self._start(index)
@@ -262,9 +262,13 @@ class HybridStrategy(UnwrappedStrategy):
             self._start(index)
             self._finish(index, last=True)
 
-    def _begin(self) -> None:
+    def _begin(self, step: int) -> None:
+        """Start the clocks of exchanges, `step` steps after the warm-up."""
+        self._begun = True
         self._since = (self.counters.steps, time.monotonic())
         self.schedule.begin(self._progress())
+        if not self.period.fixed:
+            self.schedule.agreed(step, self.schedule.next_end)
 
     def _progress(self, then: int = 0) -> Progress:
         """Where this rank stands, once `then` more exchanges have taken effect."""
@@ -289,7 +293,7 @@ class HybridStrategy(UnwrappedStrategy):
     def _finish(self, index: int, *, last: bool = False) -> None:
         loop = self._loop
         assert loop is not None
-        self._await(index)
+        self._arrive()
         del self._pending[index]
         agreed = loop.finish(index, last=last)
         if agreed:
@@ -305,12 +309,12 @@ class HybridStrategy(UnwrappedStrategy):
         if index == len(loop.fragments) - 1:
             self._since = (self.counters.steps, time.monotonic())
 
-    def _await(self, index: int) -> None:
-        """Wait until an exchange has travelled."""
-        promise = self._pending[index]
-        with self.counters.waiting():
-            promise.future.wait()
-        self.check_jobs(self._executors[-1])
+    def _arrive(self) -> None:
+        """Wait until no exchange is on its way."""
+        for promise in self._pending.values():
+            with self.counters.waiting():
+                promise.future.wait()
+            self.check_jobs(self._executors[-1])
 
     def _is_last_step(self) -> bool:
         trainer = self.attached_trainer()
@@ -330,8 +334,7 @@ class HybridStrategy(UnwrappedStrategy):
         """
         if self._loop is None or self._step <= 0:
             return None
-        for index in self._pending:
-            self._await(index)
+        self._arrive()
         return self._loop.consensus()
 
     def save_checkpoint(
@@ -339,8 +342,7 @@ class HybridStrategy(UnwrappedStrategy):
     ) -> None:
         """Let exchanges under way arrive, then save as the base does; what has arrived is applied when it is due."""
         if self._watcher is not None and self._watcher.failure is None:
-            for index in self._pending:
-                self._await(index)
+            self._arrive()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def mode_state(self) -> ModeState:
@@ -348,7 +350,9 @@ class HybridStrategy(UnwrappedStrategy):
         if self._loop is None:
             return ModeState()
         numbers: dict[str, Any] = {**self._loop.numbers(), **self.schedule.state_dict()}
+        numbers["step"] = self._step
         numbers["stale"] = " ".join(map(str, sorted(self._stale)))
+        numbers["timing"], numbers["outer"] = self._timing, plain_repr(self._outer_factory())
         return ModeState(numbers, self._loop.tensors())
 
     def load_mode_state(self, state: ModeState, *, same: bool) -> Sequence[str]:
@@ -357,37 +361,40 @@ class HybridStrategy(UnwrappedStrategy):
         if loop is None or "anchor" not in state.replicated:
             return state.kinds
         numbers: dict[str, Any] = dict(state.numbers)
-        if same:
-            loop.load(numbers, state.replicated)
+        outer = numbers.get("outer") == plain_repr(self._outer_factory())
+        lost = [] if outer else ["the outer optimiser, which is another one now"]
+        if same and numbers.get("timing") == self._timing:
+            loop.load(numbers, state.replicated, outer=outer)
             self.schedule.load_state_dict(numbers)
             self._stale = {int(i) for i in str(numbers["stale"]).split()}
             for index in loop.in_flight:
                 self._pending[index] = promise = Promise(torch.futures.Future(), torch.empty(0))
                 promise.complete()
             self.counters.exchanges = loop.exchanges
-            return []
-        loop.load({k: v for k, v in numbers.items() if not k.startswith("in_flight")}, state.replicated)
+            self._begun, self._since = True, (self.counters.steps, time.monotonic())
+            return lost
+        if int(numbers["step"]) <= 0:  # saved while warming up: all that counts is in the parameters
+            loop.capture()
+            return lost
+        numbers = {k: v for k, v in numbers.items() if not k.startswith("in_flight")}
+        loop.load(numbers, state.replicated, outer=outer)
         for fragment in loop.fragments:
             fragment.merge(0.0)
         loop.buffers.write(loop.merged_buffers)
-        self.schedule.begin(self._progress())
-        if not self.period.fixed:
-            self.schedule.agreed(max(0, self._step), self.schedule.next_end)
-        return ["exchanges under way", "the clocks of exchanges"]
+        self.counters.exchanges = loop.exchanges
+        if self._step <= 0:  # a warm-up of averaged gradients keeps replicas equal only if their optimisers are
+            moments = inner_state.averageable(self.optimizers, [p for f in loop.fragments for p in f.params])
+            self.run_job(lambda: inner_state.average(moments, loop.wire), "averaging moments")
+        return [*lost, "steps of each replica since its last exchange", "the clocks of exchanges"]
+
+    @property
+    def _timing(self) -> str:
+        """What an exchange under way depends on."""
+        parts = (self.period, self.fragments, self.overlap_steps, self.local_weight, self.warmup_steps, self.elastic)
+        return plain_repr(parts)
 
     def _close(self) -> None:
         super()._close()
         self._loop = None
         self._warm = None
         self._pending = {}
-
-
-def _check_share(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ValueError(f"HybridStrategy({name}={value!r}): expected a number in [0, 1].")
-
-
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        accepted = ", ".join(map(repr, choices))
-        raise ValueError(f"HybridStrategy({name}={value!r}): expected one of {accepted}.")

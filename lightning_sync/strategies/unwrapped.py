@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -70,6 +71,7 @@ class UnwrappedStrategy(SyncStrategy):
         self._view: ConsensusView | None = None
         self._told_local = False
         self._limit: int | float | None = None
+        self._trained: set[int] = set()
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
@@ -82,8 +84,10 @@ class UnwrappedStrategy(SyncStrategy):
         if not self.lock_step:
             refuse_averaging_callbacks(trainer, self.mode)
         super()._open(trainer)
+        self._trained = {id(p) for p in trainer.lightning_module.parameters() if p.requires_grad}
         self._view = ConsensusView(trainer.lightning_module)
-        self._boundary = StepBoundary(self._end_batch, self.finish_training)
+        self._in_batch = self._attempted = False
+        self._boundary = StepBoundary(self._end_batch, self._leave_batch, self.finish_training)
         trainer.callbacks.insert(0, self._boundary)  # type: ignore[attr-defined]
 
     def _register_ddp_hooks(self) -> None:
@@ -131,6 +135,20 @@ class UnwrappedStrategy(SyncStrategy):
         if self._view is not None:
             self._view.hide()
         super().on_validation_end()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """As the base; what is saved beside the checkpoint is this replica's own, also at the end of a validation."""
+        values = self.consensus() if self._view is not None and self._view.shown else None
+        if self._view is None or values is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        self._view.hide()
+        try:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        finally:
+            self._view.show(values)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Lightning's, with what all ranks agree on: that is what an ordinary checkpoint holds."""
@@ -208,12 +226,28 @@ class UnwrappedStrategy(SyncStrategy):
         self._attempted = True
         return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
+    def _leave_batch(self) -> None:
+        self._in_batch = False
+
     def _end_batch(self) -> None:
         self._in_batch = False
+        self._refuse_unfrozen()
         if self._attempted:
             self._attempted = False
             self.counters.steps += 1
             self.after_step()
+
+    def _refuse_unfrozen(self) -> None:
+        """Raise if a parameter takes gradients that did not when groups and anchors were made."""
+        module = self.lightning_module
+        assert module is not None
+        for name, p in module.named_parameters():
+            if p.requires_grad and id(p) not in self._trained:
+                raise RuntimeError(
+                    f"Parameter {name!r} was unfrozen during fit, but strategy={self.mode!r} sets up what it exchanges "
+                    "when fit begins. Let it require gradients from the start (with a learning rate of 0 at first), "
+                    "or call fit again after unfreezing."
+                )
 
     def after_step(self) -> None:
         """Called after every attempted step, once all optimisers and schedulers have stepped."""
