@@ -45,11 +45,11 @@ class HybridStrategy(UnwrappedStrategy):
     .. math:: d = \tfrac1N \sum_r C(a - w_r), \qquad a \leftarrow \mathrm{outer}(a, d), \qquad
               w_r \leftarrow \lambda w_r + (1 - \lambda) a
 
-    Between two exchanges nothing crosses the network except inside a replica. Validation, checkpoints and whatever
-    looks at the model there see the *consensus*: the anchor, and the buffers merged at the last exchange. The last step
-    of a run ends with an exchange, after which all replicas are the anchor. Parameters that take no gradients are left
-    alone: one that you change yourself (an EMA teacher) stays each rank's own. Memory on top of a plain run: a float32 anchor, the outer optimiser's state (one float32 with
-    momentum), a float32 buffer of the largest fragment, and what the compressor keeps.
+    Between two exchanges nothing crosses the network except inside a replica. Validation and checkpoints see the
+    *consensus*: the anchor, and the buffers merged at the last exchange. The last step of a run ends with an exchange,
+    after which all replicas are the anchor. Parameters without gradients are left alone: one that you change yourself
+    (an EMA teacher) stays each rank's own. Memory: a float32 anchor, the outer optimiser's state, a float32 buffer of
+    the largest fragment, and what the compressor keeps.
 
     Args:
         sync_every: H, steps between two exchanges (16 by default), or a `Period`. More sends less; replicas drift
