@@ -22,10 +22,6 @@ class Bytes:
     def __add__(self, other: Bytes) -> Bytes:
         return Bytes(self.sent + other.sent, self.network + other.network)
 
-    def rounded(self) -> Bytes:
-        """Whole bytes, for display."""
-        return Bytes(round(self.sent), round(self.network))
-
 
 @dataclass(frozen=True)
 class Topology:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -21,6 +20,7 @@ from lightning_sync.checkpoint import FileEntry, Manifest, ParamEntry, RankState
 from lightning_sync.checkpoint.manifest import file_name, is_save
 from lightning_sync.checkpoint.plain import dtype_name, require
 from lightning_sync.checkpoint.rngs import generators_state
+from lightning_sync.checks import plain_repr
 from lightning_sync.comm.board import Board
 from lightning_sync.ddp_hook import param_specs
 from lightning_sync.strategies import restore
@@ -234,7 +234,7 @@ class Keeper:
             spec.name: ParamEntry(
                 spec.shape,
                 dtype_name(spec.dtype),
-                "none" if reducer is None else _describe(reducer.compressor_of(spec.name)),
+                "none" if reducer is None else plain_repr(reducer.compressor_of(spec.name)),
             )
             for spec, _ in param_specs(module)
         }
@@ -321,8 +321,3 @@ class Keeper:
         found, self._found = self._found, None
         if found is not None:
             restore.finish(self._strategy, found)
-
-
-def _describe(compressor: object) -> str:
-    """How a compressor prints, without addresses, which differ from run to run."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(compressor))
