@@ -31,6 +31,16 @@ def _leaves_the_tree_alone() -> Iterator[None]:
     assert seen() <= before, f"tests left {sorted(seen() - before)} in {root}"
 
 
+@pytest.fixture(autouse=True)
+def _leaves_no_process_group() -> Iterator[None]:
+    """A group left in this process would be the world of later tests; `run_ranks(body, 1, init="env")` leaves none."""
+    yield
+    left = torch.distributed.is_initialized()
+    if left:
+        torch.distributed.destroy_process_group()
+    assert not left, "the test left a process group in pytest's own process"
+
+
 @pytest.fixture
 def clean_env(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An environment outside of any run; what an entry changes in this process is put back."""

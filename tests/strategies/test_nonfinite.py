@@ -227,17 +227,27 @@ class WithLBFGS(Toy):
         return torch.optim.LBFGS(self.parameters())
 
 
-def test_what_cannot_be_skipped_is_refused_with_the_reason() -> None:
+def refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="LBFGS: it takes gradients that are None for zeros"):
         fit(WithLBFGS(), ls.StrictStrategy(non_finite="skip"), 1, max_steps=2)
-    with pytest.raises(ValueError, match="does not go with ddp_comm_hook"):
-        ls.StrictStrategy(non_finite="skip", ddp_comm_hook=lambda state, bucket: None)
     plugin = ls.WirePrecision("32-true", compressor="int8", non_finite="skip")
     with pytest.raises(ValueError, match="non_finite is given twice"):
         fit(Toy(), ls.StrictStrategy(non_finite="skip"), 1, max_steps=1, plugins=[plugin])
 
 
-def test_one_rank_alone_raises_if_asked_to() -> None:
+@pytest.mark.dist
+def test_what_cannot_be_skipped_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match="does not go with ddp_comm_hook"):
+        ls.StrictStrategy(non_finite="skip", ddp_comm_hook=lambda state, bucket: None)
+    run_ranks(refused, 1, init="env")
+
+
+def alone(rank: int, world_size: int) -> None:
     module: LightningModule = Poisoned()
     with pytest.raises(ls.NonFiniteError, match=r"step 5.*'layers.0.weight'"):
         fit(module, ls.UnwrappedStrategy(non_finite="raise"), 1, max_steps=9)
+
+
+@pytest.mark.dist
+def test_one_rank_alone_raises_if_asked_to() -> None:
+    run_ranks(alone, 1, init="env")
