@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -23,39 +23,68 @@ from lightning_sync.two_level import Shares, TwoLevelPlan
 
 def drive(runs: Sequence[Reduction], wire: Wire) -> list[Sequence[Tensor]]:
     """Run reductions in lock-step: round k of all of them is one `Wire.round`."""
-    return drive_all([runs], wire)[0]
+    return next(drive_each([runs], wire))[1]
 
 
-def drive_all(buckets: Sequence[Sequence[Reduction]], wire: Wire, depth: int = 3) -> list[list[Sequence[Tensor]]]:
+def drive_each(
+    buckets: Iterable[Sequence[Reduction]], wire: Wire, depth: int = 3
+) -> Iterator[tuple[int, list[Sequence[Tensor]]]]:
     """Run the reductions of several buckets, encoding some while others travel.
 
     At most `depth` buckets are under way. Which round is issued when depends on the number of rounds alone, never on
     timing, so all ranks issue the same collectives in the same order.
-    """
-    results: list[list[Sequence[Tensor]]] = [[()] * len(runs) for runs in buckets]
-    under_way: deque[tuple[int, list[int], Callable[[], list[Payload]]]] = deque()
 
-    def advance(bucket: int, waiting: list[int], answers: list[Payload] | None) -> None:
+    Args:
+        buckets: Reductions that go in lock-step; taken one bucket at a time, as soon as there is room for it.
+        wire: The group.
+        depth: More hides longer encoding, and holds more payloads.
+
+    Yields:
+        A bucket's place and what its reductions returned, as soon as they have, while others travel.
+    """
+    under_way: deque[tuple[_Bucket, Callable[[], list[Payload]]]] = deque()
+    done: list[tuple[int, list[Sequence[Tensor]]]] = []
+
+    def advance(bucket: _Bucket, answers: list[Payload] | None) -> None:
+        payloads = bucket.next_round(answers)
+        if payloads:
+            under_way.append((bucket, wire.start(payloads)))
+        else:
+            done.append((bucket.place, bucket.results))
+
+    for place, runs in enumerate(buckets):
+        while len(under_way) >= depth:
+            bucket, finish = under_way.popleft()
+            advance(bucket, finish())
+        advance(_Bucket(place, runs), None)
+        yield from done  # after the next bucket is on its way
+        done.clear()
+    while under_way:
+        bucket, finish = under_way.popleft()
+        advance(bucket, finish())
+        yield from done
+        done.clear()
+
+
+class _Bucket:
+    """Reductions in lock-step, and what those that have ended returned."""
+
+    def __init__(self, place: int, runs: Sequence[Reduction]) -> None:
+        self.place = place
+        self.results: list[Sequence[Tensor]] = [()] * len(runs)
+        self._runs = list(enumerate(runs))
+
+    def next_round(self, answers: Sequence[Payload] | None) -> list[Payload]:
+        """Send every reduction its answer of the last round (`None`: start it); returns what they emit next."""
         payloads, still = [], []
-        for place, i in enumerate(waiting):
-            run = buckets[bucket][i]
+        for place, (i, run) in enumerate(self._runs):
             try:
                 payloads.append(next(run) if answers is None else run.send(answers[place]))
-                still.append(i)
+                still.append((i, run))
             except StopIteration as stop:
-                results[bucket][i] = stop.value
-        if still:
-            under_way.append((bucket, still, wire.start(payloads)))
-
-    for bucket, runs in enumerate(buckets):
-        while len(under_way) >= depth:
-            earlier, waiting, finish = under_way.popleft()
-            advance(earlier, waiting, finish())
-        advance(bucket, list(range(len(runs))), None)
-    while under_way:
-        earlier, waiting, finish = under_way.popleft()
-        advance(earlier, waiting, finish())
-    return results
+                self.results[i] = stop.value
+        self._runs = still
+        return payloads
 
 
 @dataclass
@@ -133,26 +162,40 @@ class Reducer:
             else:
                 self._reduce_two_level(names, tensors)
 
-    def reduce_all(self, buckets: Sequence[tuple[Sequence[str], Sequence[Tensor]]]) -> None:
+    def reduce_all(self, buckets: Iterable[tuple[Sequence[str], Sequence[Tensor]]]) -> None:
         """As `reduce` for every bucket, names and tensors, but encoding some while others travel (collective).
 
         What comes out is the same, whatever the buckets. With two levels they travel one after the other.
         """
+        for _ in self.reduce_each(buckets):
+            pass
+
+    def reduce_each(self, buckets: Iterable[tuple[Sequence[str], Sequence[Tensor]]]) -> Iterator[int]:
+        """As `reduce_all`, but yields the place of every bucket whose means are there (collective).
+
+        Whatever makes the buckets, and whatever is done with the means, takes no time of its own while others travel.
+        """
         if self.wires.intra is not None:
-            for names, tensors in buckets:
+            for place, (names, tensors) in enumerate(buckets):
                 self.reduce(names, tensors)
+                yield place
             return
         counters, world = self.wires.world.counters, self.wires.world.topology
         for served in self._served:
             served.state.step = self.step
-        plans = [self._bucket(tuple(names)) for names, _ in buckets]
-        runs = []
-        for (names, tensors), plan in zip(buckets, plans, strict=True):
-            counters.count_dense(world.all_reduce(sum(t.nbytes for t in tensors)))
-            runs.append(self._runs(plan, names, tensors))
-        for (_, tensors), plan, results in zip(buckets, plans, drive_all(runs, self.wires.world), strict=True):
-            for (_, members), result in zip(plan, results, strict=True):
-                _write([tensors[i] for i in members], result)
+        under_way: dict[int, list[list[Tensor]]] = {}
+
+        def runs() -> Iterator[list[Reduction]]:
+            for place, (names, tensors) in enumerate(buckets):
+                plan = self._bucket(tuple(names))
+                counters.count_dense(world.all_reduce(sum(t.nbytes for t in tensors)))
+                under_way[place] = [[tensors[i] for i in members] for _, members in plan]
+                yield self._runs(plan, names, tensors)
+
+        for place, results in drive_each(runs(), self.wires.world):
+            for targets, result in zip(under_way.pop(place), results, strict=True):
+                _write(targets, result)
+            yield place
 
     def any(self, flags: Tensor) -> Tensor:
         """Element-wise maximum over the ranks of an integer tensor, in place (collective): "does any rank say 1"."""

@@ -13,43 +13,26 @@ seeds, which is what any such distance has to be held against.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
+
+from runs import mean_and_spread, train
 
 COMPRESSORS = ("none", "bf16", "fp16", "int8", "powersgd")
-TASKS = {
+TASKS: dict[str, dict[str, Any]] = {
     "byte_lm": {"overrides": ["data=python_source", "model=byte_lm"], "steps": 1000, "powersgd": 300},
     "digits": {"overrides": ["experiment=digits"], "steps": 300, "powersgd": 90},
 }
 
 
-def summary(out: Path, task: str, compressor: str, seed: int, steps: int) -> dict[str, float] | None:
+def summary(out: Path, task: str, compressor: str, seed: int, steps: int) -> dict[str, Any] | None:
     """Train one run, unless its summary is there already."""
-    run_dir = out / f"{task}-{compressor}-{seed}"
-    path = run_dir / "summary.json"
-    if not path.exists():
-        command = [
-            *(sys.executable, "-m", "lightning_sync.train", "strategy=strict", f"compressor={compressor}"),
-            *TASKS[task]["overrides"],
-            *([f"compressor.warmup_steps={TASKS[task]['powersgd']}"] if compressor == "powersgd" else []),
-            *(f"seed={seed}", f"run_dir={run_dir}", f"trainer.max_steps={steps}", "trainer.max_epochs=null"),
-            *(
-                "trainer.enable_progress_bar=false",
-                "~callbacks.checkpoint",
-                "trainer.enable_checkpointing=false",
-                "logger=none",
-            ),
-        ]
-        log = out / f"{run_dir.name}.log"
-        with log.open("w") as stream:
-            code = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, check=False).returncode
-        if code:
-            print(f"{run_dir.name}: exit code {code}, see {log}", file=sys.stderr)
-            return None
-    return json.loads(path.read_text())
+    return train(
+        out / f"{task}-{compressor}-{seed}",
+        *("strategy=strict", f"compressor={compressor}", *TASKS[task]["overrides"], "logger=none", f"seed={seed}"),
+        *([f"compressor.warmup_steps={TASKS[task]['powersgd']}"] if compressor == "powersgd" else []),
+        *(f"trainer.max_steps={steps}", "trainer.max_epochs=null"),
+    )
 
 
 def main() -> int:
@@ -65,7 +48,7 @@ def main() -> int:
     print("| task | compressor | val loss, mean | spread | against none | bytes per step | ratio |")
     print("|---|---|---|---|---|---|---|")
     for task in options.tasks:
-        steps = options.steps or int(TASKS[task]["steps"])  # type: ignore[call-overload]
+        steps = options.steps or int(TASKS[task]["steps"])
         reference = None
         for compressor in options.compressors:
             runs = [summary(options.out, task, compressor, seed, steps) for seed in options.seeds]
@@ -73,8 +56,7 @@ def main() -> int:
             missing |= len(done) < len(runs)
             if not done:
                 continue
-            losses = [r["val_loss"] for r in done]
-            mean, spread = statistics.mean(losses), max(losses) - min(losses)
+            mean, spread = mean_and_spread([r["val_loss"] for r in done])
             reference = reference or mean
             row = done[0]
             print(

@@ -13,7 +13,7 @@ from lightning_sync.comm.simulated import SimulatedWorld
 from lightning_sync.comm.topology import Topology
 from lightning_sync.comm.wire import GroupWire
 from lightning_sync.compressors import BF16, BlockInt8, ErrorFeedback, Payload, PowerSGD, Reduction, Route, as_route
-from lightning_sync.reducer import Reducer, drive, drive_all
+from lightning_sync.reducer import Reducer, drive, drive_each
 from lightning_sync.state import ParamSpec
 from lightning_sync.testing import make_specs
 from tests.workers import run_ranks
@@ -221,8 +221,8 @@ def test_reductions_of_different_length_run_in_lock_step() -> None:
 
 def test_some_buckets_are_encoded_while_others_travel_in_an_order_that_timing_cannot_change() -> None:
     wire = CountingWire()
-    results = drive_all([[rounds(2)], [rounds(1)], [rounds(0)], [rounds(2)]], wire, depth=2)
-    assert [int(r[0][0]) for r in results] == [2, 1, 0, 2]
+    runs = drive_each(([rounds(n)] for n in (2, 1, 0, 2)), wire, depth=2)
+    assert [(place, int(result[0][0])) for place, result in runs] == [(1, 1), (2, 0), (0, 2), (3, 2)]
     assert wire.log == [
         *("start 1", "start 2", "finish 1", "start 3"),  # two under way: the first goes on to its second round
         *("finish 2", "start 4", "finish 3", "finish 4", "start 5", "finish 5"),

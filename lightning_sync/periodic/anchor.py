@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,8 @@ class Fragment:
         self.specs = [ParamSpec(s.name, s.shape, dtype, device) for s, _ in members]
         self.numel = sum(s.numel for s in self.specs)
         self.buckets = _buckets([s.numel * dtype.itemsize for s in self.specs])
+        ends = list(accumulate((s.numel for s in self.specs), initial=0))
+        self._spans = [(ends[b[0]], ends[b[-1] + 1]) for b in self.buckets]
         pinned = device.type == "cpu" and any(p.device.type == "cuda" for p in self.params)
         self.flat = torch.zeros(self.numel, dtype=dtype, device=device, pin_memory=pinned)
         # One view per parameter, not one flat tensor, for outer optimisers that look at shapes or norms of layers.
@@ -59,10 +62,10 @@ class Fragment:
         return views
 
     @torch.no_grad()
-    def subtract(self, buffer: Tensor) -> None:
-        """Turn the parameters in `buffer` into differences: anchor minus parameters."""
-        flat = buffer[: self.numel]
-        torch.sub(self.flat, flat, out=flat)
+    def subtract(self, buffer: Tensor, bucket: int) -> None:
+        """Turn a bucket's parameters in `buffer` into differences: anchor minus parameters."""
+        start, end = self._spans[bucket]
+        torch.sub(self.flat[start:end], buffer[start:end], out=buffer[start:end])
 
     @torch.no_grad()
     def merge(self, local_weight: float) -> None:

@@ -144,3 +144,12 @@ def build_outer(factory: OuterFactory | None, tensors: list[Tensor]) -> Optimize
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"outer_optimizer={factory!r} made a {type(optimizer).__name__}, not a torch optimiser.")
     return optimizer
+
+
+def steps_apart(optimizer: Optimizer) -> bool:
+    """Whether a step of some tensors and one of the others make a step of all: every state is a tensor's own.
+
+    So it is in this module and in torch, LBFGS aside. Others may count steps or take norms over all tensors.
+    """
+    module = type(optimizer).__module__
+    return module == __name__ or (module.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS))

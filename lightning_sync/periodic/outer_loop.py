@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning_sync.compressors.base import Payload
 from lightning_sync.nonfinite import NonFiniteError, first_nonfinite
 from lightning_sync.periodic.anchor import Fragment
 from lightning_sync.periodic.buffers import BufferMerge
-from lightning_sync.periodic.outer import OuterFactory, build_outer
+from lightning_sync.periodic.outer import OuterFactory, build_outer, steps_apart
 from lightning_sync.reducer import Reducer
 
 OuterScheduler = Callable[[Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -119,42 +119,52 @@ class OuterLoop:
     def run(self, index: int, step: int) -> None:
         """Combine the differences, and apply the outer optimiser to the anchor (collective).
 
-        Nobody may look at the anchor until this is done. All that can be done here costs the training thread nothing.
+        Nobody may look at the anchor until this is done. All that can be done here costs the training thread nothing;
+        differences are made and the anchor moved bucket by bucket, while other buckets travel.
 
         Raises:
-            NonFiniteError: if this rank's parameters have become inf or NaN; before anything is encoded.
+            NonFiniteError: if this rank's parameters have become inf or NaN; before they are encoded.
         """
         flight, fragment = self.in_flight[index], self.fragments[index]
-        fragment.subtract(self._buffer(fragment))
-        name = first_nonfinite(fragment.names, flight.deltas)
-        if name is not None:
-            raise NonFiniteError(step, name, self.wire.rank)
         self.reducer.step = step
-        self.reducer.reduce_all(
-            [([fragment.names[i] for i in b], [flight.deltas[i] for i in b]) for b in fragment.buckets]
-        )
+        if any("inner_lr" in group for group in self.optimizer.param_groups):
+            # Schedulers may differ between ranks; what moves the anchor must not.
+            rate = torch.tensor([flight.inner_lr / self.wire.size], device=fragment.flat.device)
+            self.wire.round([Payload("sum", (rate,))])
+            flight.inner_lr = float(rate)
+        bucketwise = steps_apart(self.optimizer)
+        for place in self.reducer.reduce_each(self._differences(fragment, flight.deltas, step)):
+            if bucketwise:
+                self._move_anchor(flight, fragment, fragment.buckets[place])
+        if not bucketwise:
+            self._move_anchor(flight, fragment, range(len(fragment.anchor)))
+        flight.deltas = []
         if flight.buffers:
             self.merged_buffers = flight.buffers = self.buffers.merge(flight.buffers, self.wire)
         if flight.proposal:
-            agreed = torch.tensor([flight.proposal], dtype=torch.int64, device=flight.deltas[0].device)
+            agreed = torch.tensor([flight.proposal], dtype=torch.int64, device=fragment.flat.device)
             flight.proposal = int(self.wire.maximum(agreed))
-        if any("inner_lr" in group for group in self.optimizer.param_groups):
-            # Schedulers may differ between ranks; what moves the anchor must not.
-            rate = torch.tensor([flight.inner_lr / self.wire.size], device=flight.deltas[0].device)
-            self.wire.round([Payload("sum", (rate,))])
-            flight.inner_lr = float(rate)
-        self._move_anchor(flight, fragment)
 
-    def _move_anchor(self, flight: InFlight, fragment: Fragment) -> None:
-        for anchor, delta in zip(fragment.anchor, flight.deltas, strict=True):
-            anchor.grad = delta
+    def _differences(
+        self, fragment: Fragment, taken: list[Tensor], step: int
+    ) -> Iterator[tuple[list[str], list[Tensor]]]:
+        for place, bucket in enumerate(fragment.buckets):
+            fragment.subtract(self._buffer(fragment), place)
+            names, deltas = [fragment.names[i] for i in bucket], [taken[i] for i in bucket]
+            name = first_nonfinite(names, deltas)
+            if name is not None:
+                raise NonFiniteError(step, name, self.wire.rank)
+            yield names, deltas
+
+    def _move_anchor(self, flight: InFlight, fragment: Fragment, members: Sequence[int]) -> None:
+        for i in members:
+            fragment.anchor[i].grad = flight.deltas[i]
         for group in self.optimizer.param_groups:
             if "inner_lr" in group:
                 group["inner_lr"] = flight.inner_lr
         self.optimizer.step()
-        for anchor in fragment.anchor:
-            anchor.grad = None
-        flight.deltas = []
+        for i in members:
+            fragment.anchor[i].grad = None
 
     def finish(self, index: int, *, last: bool = False) -> int:
         """Take the anchor over; returns the agreed next period (0 if it is fixed).

@@ -4,6 +4,7 @@
     python recipes/bench/overhead.py
     python recipes/bench/overhead.py --method ddp          # control: DDPStrategy against itself
     python recipes/bench/overhead.py --method drift        # strict comparing replicas in every step, against never
+    python recipes/bench/overhead.py --method watchdog     # strict with a watchdog that looks 20 times as often
 
 In one pair of processes three Trainers take turns, a step each: DDPStrategy, the method, and DDPStrategy again, with
 the same model, data and bucket size. A round's ratio is the method's step over the mean of the two DDP steps around it,
@@ -12,6 +13,10 @@ ratio stands in. Exit status 1 if the median of the ratios is above `--limit`.
 
 With `drift` all three are strict mode, and the one in the middle hashes and compares all parameters in every step. By
 default that happens every 100 steps and costs a hundredth, which is printed and held against `--limit`.
+
+A watchdog's thread works on while other Trainers have their turn, so with `watchdog` there is one Trainer, whose
+watchdog looks as often as by default in one block of steps and 20 times as often in the next. A twentieth of the
+difference is printed and held against `--limit`.
 
 Lightning's own broadcast after every batch belongs to DDPStrategy's steps; strict mode does without it.
 """
@@ -47,6 +52,8 @@ RANKS = 2
 PLAN_VARIABLE = "LIGHTNING_SYNC_OVERHEAD_PLAN"
 LIMIT = 1.02
 DRIFT_EVERY = 100
+LOOKS = 20
+BLOCK = 8
 
 
 class Turns:
@@ -114,6 +121,45 @@ class TurnTaker(Callback):
         self._began = time.perf_counter()
 
 
+class Blocks(Callback):
+    """Times every step, in milliseconds; in every second block of steps the watchdog looks more often."""
+
+    def __init__(self) -> None:
+        self.each: list[float] = []
+        self._began = 0.0
+        self._defaults: dict[str, float] = {}
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if len(self.each) % BLOCK == 0:
+            courier: Any = trainer.strategy._watcher._courier  # type: ignore[attr-defined]
+            often = len(self.each) // BLOCK % 2
+            for name in ("_interval", "beat_every", "_look_every"):
+                first = self._defaults.setdefault(name, getattr(courier, name))
+                setattr(courier, name, first / LOOKS if often else first)
+            courier.wake()  # the new intervals count from now on
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.each.append(1000 * (time.perf_counter() - self._began))
+
+
+def alternate(job: Job, place: Place) -> list[list[float]]:
+    """Train with a watchdog that looks more often now and then.
+
+    Returns:
+        The median steps of blocks: before, while it looks more often, and after.
+    """
+    steps = job.warmup + job.steps
+    blocks = Blocks()
+    trainer: Trainer = make_trainer(find("strict"), place, steps, blocks)
+    trainer.fit(make_module(job), loader(steps, seed=1000 + place.rank))
+    # The first step of a block still sees the interval of the one before.
+    starts = range(-(-job.warmup // (2 * BLOCK)) * 2 * BLOCK, steps - BLOCK + 1, BLOCK)
+    typical = [statistics.median(blocks.each[start + 1 : start + BLOCK]) for start in starts]
+    last = (len(typical) - 1) // 2 * 2
+    return [typical[0:last:2], typical[1:last:2], typical[2 : last + 1 : 2]]
+
+
 def ddp_with_buckets(bucket_mb: float) -> Method:
     """DDPStrategy with a bucket size in MB."""
     return Method(f"ddp@{bucket_mb:g}", lambda: DDPStrategy(bucket_cap_mb=bucket_mb))
@@ -166,7 +212,11 @@ def run_rank(plan: dict[str, Any]) -> None:
     """What each rank does; rank 0 writes the times of the three lanes."""
     quiet()
     place = Place.read()
-    lanes = take_turns(lanes_of(plan["method"], plan["bucket_mb"]), Job(**plan["job"]), place)
+    job = Job(**plan["job"])
+    if plan["method"] == "watchdog":
+        lanes = alternate(job, place)
+    else:
+        lanes = take_turns(lanes_of(plan["method"], plan["bucket_mb"]), job, place)
     if place.rank == 0:
         Path(plan["output"]).write_text(json.dumps(lanes))
 
@@ -184,7 +234,7 @@ def spread(values: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; see the head of this file."""
     parser = argparse.ArgumentParser(description="Paired cost of strict mode beside DDPStrategy on loopback.")
-    parser.add_argument("--method", choices=["strict", "ddp", "drift"], default="strict", help="default: %(default)s")
+    parser.add_argument("--method", choices=["strict", "ddp", "drift", "watchdog"], default="strict")
     parser.add_argument("--bucket-mb", type=float, default=1, help="bucket size of both (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=LIMIT, help="accepted median ratio (default: %(default)s)")
     add_job_options(parser, model="lm", width=128, layers=4, warmup=10, steps=300, deadline=300)
@@ -219,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         before, method, after = json.loads(output.read_text())
     ratios = [2 * b / (a + c) for a, b, c in zip(before, method, after, strict=True)]
     noise = [c / a for a, c in zip(before, after, strict=True)]
-    beside = "strict, never comparing" if chosen.method == "drift" else "DDPStrategy"
+    beside = {"drift": "strict, never comparing", "watchdog": "strict"}.get(chosen.method, "DDPStrategy")
     print(
         f"{job.model} (width {job.width}, {job.layers} layers), {RANKS} ranks, buckets of {chosen.bucket_mb:g} MB, "
         f"{job.steps} rounds. CPU, gloo, loopback; NCCL not measured.\n"
@@ -231,6 +281,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.method == "drift":
         typical = 1 + (typical - 1) / DRIFT_EVERY
         print(f"every {DRIFT_EVERY} steps, as by default: {typical:.5f}")
+    if chosen.method == "watchdog":
+        typical = 1 + (typical - 1) / LOOKS
+        print(f"looking as often as by default: {typical:.5f}")
     if chosen.json is not None:
         report = {"job": asdict(job), "bucket_mb": chosen.bucket_mb, "ms": [before, method, after], "ratios": ratios}
         chosen.json.write_text(json.dumps(report, indent=1) + "\n")
