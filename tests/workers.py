@@ -6,8 +6,9 @@
     def test_sum():
         assert run_ranks(body, 3, 10) == [30.0, 30.0, 30.0]
 
-Each rank is a fresh interpreter with one thread, on the loopback interface. Nothing is left behind: at the deadline the
-ranks that still run are killed by process id, and the error shows what each of them wrote to stderr.
+Each rank is a process with one thread, on the loopback interface; see `forkserver` for how it starts. Nothing is left
+behind: at the deadline the ranks that still run are killed by process id, and the error shows what each of them wrote
+to stderr.
 """
 
 import os
@@ -19,7 +20,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from tests.forkserver import Forked
 
 _ROOT = Path(__file__).resolve().parent.parent
 _TAIL = 6_000
@@ -66,11 +69,13 @@ def launch_ranks(
     deadline: float = 60.0,
     init: str = "gloo",
     env: Mapping[str, str] | None = None,
+    cold: bool = False,
 ) -> list[RankOutcome]:
     """Run `fn(rank, world_size, *args)` in `world_size` processes and return how each of them ended.
 
     `fn` is a function at the top level of an importable module; arguments and results are pickled. `deadline` is in
-    seconds, from start to end; RankError after that. `env` adds environment variables. `init` says what `fn` finds:
+    seconds, from start to end; RankError after that. `env` adds environment variables. `cold` starts fresh interpreters
+    instead of forks, for what an import or the interpreter's start decides. `init` says what `fn` finds:
 
     * "gloo": the default process group, over a TCPStore that rank 0 keeps (as under Lightning's own launcher).
     * "env": no process group, but the variables that torchrun sets, with the store kept outside of the ranks, so that
@@ -112,7 +117,8 @@ def launch_ranks(
                 "GROUP_RANK": "0",
             }
         (Path(folder) / "job").write_bytes(pickle.dumps((fn.__module__, fn.__qualname__, args, deadline)))
-        ranks = [_Rank(folder, rank, world_size, init, common) for rank in range(world_size)]
+        start = _fresh if cold or sys.platform != "linux" else Forked
+        ranks = [_Rank(folder, rank, world_size, init, common, start) for rank in range(world_size)]
         try:
             late = _wait(ranks, time.monotonic() + deadline)
         finally:
@@ -125,22 +131,28 @@ def launch_ranks(
     return outcomes
 
 
+def _fresh(arguments: list[str], env: Mapping[str, str], log: IO[bytes]) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.workers", *arguments],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+
+
 class _Rank:
-    def __init__(self, folder: str, rank: int, world_size: int, init: str, common: dict[str, str]) -> None:
+    def __init__(
+        self, folder: str, rank: int, world_size: int, init: str, common: dict[str, str], start: Callable[..., Any]
+    ) -> None:
         self.rank = rank
         self.seconds: float | None = None
-        self._began = time.monotonic()
         self._result = Path(folder) / f"result-{rank}"
         self._log = Path(folder) / f"stderr-{rank}"
         mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if init == "env" else {}
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.workers", folder, str(rank), str(world_size), init],
-                env={**common, **mine},
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+            self.process = start([folder, str(rank), str(world_size), init], {**common, **mine}, log)
+        self._began = time.monotonic()  # the first fork waits for its server
         self._killed = False
 
     def returned(self) -> bool:
@@ -193,10 +205,12 @@ def _tell(what: str, outcomes: list[RankOutcome]) -> str:
     return "\n".join(parts)
 
 
-def _main(folder: str, rank: int, world_size: int, init: str) -> int:
+def main(arguments: list[str]) -> int:
+    """What a rank does."""
     import importlib
     import traceback
 
+    folder, rank, world_size, init = arguments[0], int(arguments[1]), int(arguments[2]), arguments[3]
     module, name, args, deadline = pickle.loads((Path(folder) / "job").read_bytes())
     if init == "gloo":
         _join(Path(folder), rank, world_size, deadline)
@@ -243,4 +257,4 @@ def _join(folder: Path, rank: int, world_size: int, deadline: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
+    sys.exit(main(sys.argv[1:]))
