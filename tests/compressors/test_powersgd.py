@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_sync.comm.simulated import SimulatedWorld
 from lightning_sync.comm.topology import Topology
 from lightning_sync.compressors import Exact, PowerSGD
-from lightning_sync.compressors.powersgd import orthogonalise_
+from lightning_sync.compressors.lowrank import orthogonalise_
 from lightning_sync.testing import make_specs, undelivered
 
 SHAPES = {"a": (40, 30), "conv": (16, 4, 3, 3), "b": (40, 30), "wide": (9, 100)}
@@ -47,7 +47,7 @@ def first_factors(compressor: PowerSGD, seed: int = 0) -> dict[str, np.ndarray]:
     run = compressor.reduce(list(SHAPES), [torch.zeros(s, dtype=torch.float64) for s in SHAPES.values()], state)
     next(run)
     run.close()
-    return {k: q.view(-1, compressor.rank).numpy().copy() for k, q in state.arenas["factor"].items()}
+    return {k: q.view(compressor.rank, -1).T.numpy().copy() for k, q in state.arenas["factor"].items()}
 
 
 @pytest.mark.parametrize("residual", ["local", "aggregate"])

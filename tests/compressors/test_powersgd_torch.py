@@ -22,12 +22,12 @@ OURS = PowerSGD(rank=RANK, warmup_steps=WARM_UP, residual="aggregate")
 
 
 def torchs_first_factors(shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
-    """The random factors that torch's hook starts from, by name; `shapes` in its bucket's order.
+    """The random factors that torch's hook starts from, by name, as rows; `shapes` in its bucket's order.
 
     The hook orthogonalises them, which changes nothing: what is applied depends on the space they span.
     """
     torch.manual_seed(np.random.RandomState(SEED).randint(1_000_000_000))
-    return {name: torch.randn(shape[1:].numel(), RANK) for name, shape in shapes.items()}
+    return {name: torch.randn(shape[1:].numel(), RANK).T.contiguous() for name, shape in shapes.items()}
 
 
 def both(rank: int, world_size: int) -> list[dict[str, float]]:
