@@ -120,9 +120,7 @@ class PowerSGD(Compressor):
         for stack, out in zip(stacks, lefts, strict=True):
             orthogonalise_(out.mT, self._fallback(stack.n, state))
         for matrix, right, out in zip(matrices, rights, lefts, strict=True):
-            project_back(matrix, out, right)
-            if self.residual == "local":
-                subtract_product_(matrix, out, right)
+            project_back(matrix, out, right, subtract=self.residual == "local")
         yield Payload("sum", (factor,))
         for matrix, own, right, out in zip(matrices, members, rights, lefts, strict=True):
             if self.residual == "aggregate":
