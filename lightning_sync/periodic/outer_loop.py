@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sync.comm.wire import GroupWire
 from lightning_sync.compressors.base import Payload
@@ -18,7 +19,7 @@ from lightning_sync.periodic.buffers import BufferMerge
 from lightning_sync.periodic.outer import OuterFactory, build_outer, steps_apart
 from lightning_sync.reducer import Reducer
 
-OuterScheduler = Callable[[Optimizer], torch.optim.lr_scheduler.LRScheduler]
+OuterScheduler = Callable[[Optimizer], LRScheduler]
 
 
 @dataclass
@@ -206,8 +207,8 @@ class OuterLoop:
         numbers: dict[str, int | float] = {"exchanges": self.exchanges}
         for i, group in enumerate(self.optimizer.param_groups):
             numbers[f"lr/{i}"] = float(group["lr"])
-        if self.scheduler is not None:
-            numbers["scheduler"] = int(self.scheduler.last_epoch)
+        for i, part in enumerate(_with_parts(self.scheduler)):
+            numbers[f"scheduler/{i}"] = int(part.last_epoch)
         for index, flight in self.in_flight.items():
             numbers[f"in_flight/{index}"] = flight.proposal
         return numbers
@@ -245,8 +246,8 @@ class OuterLoop:
         if outer:
             for i, group in enumerate(self.optimizer.param_groups):
                 group["lr"] = numbers.get(f"lr/{i}", group["lr"])
-            if self.scheduler is not None and "scheduler" in numbers:
-                self.scheduler.last_epoch = int(numbers["scheduler"])
+            for i, part in enumerate(_with_parts(self.scheduler)):
+                part.last_epoch = int(numbers.get(f"scheduler/{i}", part.last_epoch))
         for kind, values in tensors.items():
             if outer and kind.startswith("outer/"):
                 for name, value in values.items():
@@ -257,3 +258,10 @@ class OuterLoop:
                 carries = index == len(self.fragments) - 1
                 buffers = dict(tensors.get("in_flight_buffers", {})) if carries else {}
                 self.in_flight[index] = InFlight([], buffers=buffers, proposal=int(proposal))
+
+
+def _with_parts(scheduler: LRScheduler | None) -> list[LRScheduler]:
+    """A scheduler and those it is made of (`SequentialLR`, `ChainedScheduler`), in a fixed order."""
+    if scheduler is None:
+        return []
+    return [scheduler, *(part for child in getattr(scheduler, "_schedulers", ()) for part in _with_parts(child))]

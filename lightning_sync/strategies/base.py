@@ -101,7 +101,7 @@ class SyncStrategy(ModeHooks, Watched):
         **kwargs: Any,
     ) -> None:
         owner = type(self).__name__
-        kwargs = meant_keywords(owner, kwargs)
+        kwargs = meant_keywords(type(self), kwargs)
         check_flags(owner, error_feedback=error_feedback, **{n: kwargs[n] for n in _FLAGS if n in kwargs})
         if two_level is not None:
             check_flags(owner, two_level=two_level)

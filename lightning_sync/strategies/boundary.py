@@ -37,3 +37,13 @@ class StepBoundary(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The last batch is over."""
         self._end_training()
+
+
+def is_last_step(trainer: Trainer | None) -> bool:
+    """Whether the step that has just been made is the last one that the trainer's limits allow."""
+    if trainer is None:
+        return False
+    if 0 <= trainer.max_steps <= trainer.global_step:
+        return True
+    epochs = trainer.max_epochs
+    return epochs is not None and 0 <= epochs <= trainer.current_epoch + 1 and trainer.is_last_batch

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_sync.checkpoint import ModeState
 from lightning_sync.checks import check_integer
+from lightning_sync.comm.topology import Topology
 from lightning_sync.compressors.resolve import is_exact, to_route
 from lightning_sync.ddp_hook import param_specs
 from lightning_sync.delay import GradientDelay
@@ -20,6 +21,7 @@ from lightning_sync.marks import GradientMarks
 from lightning_sync.periodic.buffers import BufferMerge, BufferPolicy
 from lightning_sync.precision import loss_scale_of
 from lightning_sync.reducer import Reducer
+from lightning_sync.strategies.batchnorm import ReplicaBatchNorm
 from lightning_sync.strategies.unwrapped import UnwrappedStrategy, make_buckets
 
 
@@ -102,6 +104,17 @@ class DelayedStrategy(UnwrappedStrategy):
             loss_scale=loss_scale_of(self.precision_plugin),
             non_finite=non_finite,
             ask_which=on_cpu or bool(self._ddp_kwargs.get("find_unused_parameters", False)),
+        )
+
+    def batchnorm(self, topology: Topology) -> ReplicaBatchNorm:
+        """Refuse SyncBatchNorm: its collectives would run beside reductions under way.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "sync_batchnorm=True does not go with strategy='delayed': ranks are not to wait for each other in a step, "
+            "and two groups would be busy at once. Leave it out (buffers are merged along the way), or use 'strict'."
         )
 
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial
@@ -28,9 +27,11 @@ from lightning_sync.periodic.fragments import Fragments, check_fragments, split
 from lightning_sync.periodic.inner_state import POLICIES, InnerPolicy
 from lightning_sync.periodic.outer import OuterFactory, build_outer
 from lightning_sync.periodic.outer_loop import OuterLoop, OuterScheduler
+from lightning_sync.periodic.pace import Pace
 from lightning_sync.periodic.period import Period, Progress, as_period
 from lightning_sync.periodic.schedule import Schedule
 from lightning_sync.reducer import Reducer
+from lightning_sync.strategies.boundary import is_last_step
 from lightning_sync.strategies.short_runs import warn_if_short
 from lightning_sync.strategies.unwrapped import UnwrappedStrategy
 
@@ -135,7 +136,7 @@ class HybridStrategy(UnwrappedStrategy):
         self._warm: Reducer | None = None
         self._pending: dict[int, Promise] = {}
         self._stale: set[int] = set()
-        self._since = (0, 0.0)
+        self._pace = Pace()
         self._begun = False
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -249,7 +250,7 @@ class HybridStrategy(UnwrappedStrategy):
             self._start(index)
         for index in self.schedule.ends(step):
             self._finish(index)
-        if self._is_last_step():
+        if is_last_step(self.attached_trainer()):
             self.finish_training()
 
     def finish_training(self) -> None:
@@ -265,7 +266,7 @@ class HybridStrategy(UnwrappedStrategy):
     def _begin(self, step: int) -> None:
         """Start the clocks of exchanges, `step` steps after the warm-up."""
         self._begun = True
-        self._since = (self.counters.steps, time.monotonic())
+        self._pace.mark(self.counters.steps)
         self.schedule.begin(self._progress())
         if not self.period.fixed:
             self.schedule.agreed(step, self.schedule.next_end)
@@ -273,13 +274,20 @@ class HybridStrategy(UnwrappedStrategy):
     def _progress(self, then: int = 0) -> Progress:
         """Where this rank stands, once `then` more exchanges have taken effect."""
         assert self._loop is not None
-        steps, start = self._since
-        passed = self.counters.steps - steps
-        seconds = (time.monotonic() - start) / passed if passed else 0.0
-        return Progress(self._loop.exchanges + then, self._inner_lr(), seconds)
+        return Progress(self._loop.exchanges + then, self._inner_lr(), self._pace.seconds(self.counters.steps))
 
     def _inner_lr(self) -> float:
         return float(self.optimizers[0].param_groups[0]["lr"]) if self.optimizers else 0.0
+
+    def on_validation_start(self) -> None:
+        """As the base; time spent in validation is not the time of steps."""
+        self._pace.pause()
+        super().on_validation_start()
+
+    def on_validation_end(self) -> None:
+        """As the base; go on counting."""
+        super().on_validation_end()
+        self._pace.go_on()
 
     def _start(self, index: int) -> None:
         loop, executor = self._loop, self._executors[-1]
@@ -307,7 +315,7 @@ class HybridStrategy(UnwrappedStrategy):
             moments = inner_state.averageable(self.optimizers, loop.fragments[index].params)
             self.run_job(lambda: inner_state.average(moments, loop.wire), f"averaging moments of fragment {index}")
         if index == len(loop.fragments) - 1:
-            self._since = (self.counters.steps, time.monotonic())
+            self._pace.mark(self.counters.steps)
 
     def _arrive(self) -> None:
         """Wait until no exchange is on its way."""
@@ -315,15 +323,6 @@ class HybridStrategy(UnwrappedStrategy):
             with self.counters.waiting():
                 promise.future.wait()
             self.check_jobs(self._executors[-1])
-
-    def _is_last_step(self) -> bool:
-        trainer = self.attached_trainer()
-        if trainer is None:
-            return False
-        if 0 <= trainer.max_steps <= trainer.global_step:
-            return True
-        epochs = trainer.max_epochs
-        return epochs is not None and 0 <= epochs <= trainer.current_epoch + 1 and trainer.is_last_batch
 
     # ---- consensus and state -----------------------------------------------------------------------------------------
 
@@ -371,7 +370,8 @@ class HybridStrategy(UnwrappedStrategy):
                 self._pending[index] = promise = Promise(torch.futures.Future(), torch.empty(0))
                 promise.complete()
             self.counters.exchanges = loop.exchanges
-            self._begun, self._since = True, (self.counters.steps, time.monotonic())
+            self._begun = True
+            self._pace.mark(self.counters.steps)
             return lost
         if int(numbers["step"]) <= 0:  # saved while warming up: all that counts is in the parameters
             loop.capture()

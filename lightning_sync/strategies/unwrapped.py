@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_sync.checkpoint import ReplicaState
 from lightning_sync.comm.flat_broadcast import broadcast_tensors
 from lightning_sync.comm.groups import Wires, discover_topology, make_group_wire
+from lightning_sync.comm.topology import Topology
 from lightning_sync.compressors import Exact, as_route
 from lightning_sync.ddp_hook import param_specs
 from lightning_sync.marks import GradientMarks
@@ -23,6 +24,7 @@ from lightning_sync.reducer import Reducer
 from lightning_sync.replica import Replica, resolve_replica
 from lightning_sync.state import canonical_name
 from lightning_sync.strategies.base import SyncStrategy
+from lightning_sync.strategies.batchnorm import ReplicaBatchNorm
 from lightning_sync.strategies.boundary import StepBoundary
 from lightning_sync.strategies.consensus import ConsensusView, refuse_averaging_callbacks
 from lightning_sync.strategies.restore import replica_optimizers
@@ -69,11 +71,22 @@ class UnwrappedStrategy(SyncStrategy):
         self._buckets: list[list[tuple[str, nn.Parameter]]] = []
         self._replicas: list[list[int]] = []
         self._view: ConsensusView | None = None
+        self._batchnorm: ReplicaBatchNorm | None = None
         self._told_local = False
         self._limit: int | float | None = None
         self._trained: set[int] = set()
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """As the base; SyncBatchNorm layers stay inside their replica."""
+        if self._layer_sync is not None and trainer.training:
+            self._layer_sync = self._batchnorm = self.batchnorm(discover_topology(self.node_rank, self.root_device))
+        super().setup(trainer)
+
+    def batchnorm(self, topology: Topology) -> ReplicaBatchNorm:
+        """What ``Trainer(sync_batchnorm=True)`` means here (collective)."""
+        return ReplicaBatchNorm(resolve_replica(self.replica, topology), self.global_rank)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
         """Leave the model as it is; give every rank rank 0's parameters and buffers."""
@@ -195,9 +208,30 @@ class UnwrappedStrategy(SyncStrategy):
         Raises:
             RuntimeError: inside a training step.
         """
-        if self.lock_step or not self._in_batch or self.world_size == 1:
-            return super().all_gather(tensor, group, sync_grads)
-        raise RuntimeError(self._no_collective("all_gather"))
+        self._refuse_in_step("all_gather")
+        return super().all_gather(tensor, group, sync_grads)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """As Lightning's, but not inside a training step.
+
+        Raises:
+            RuntimeError: inside a training step.
+        """
+        self._refuse_in_step("broadcast")
+        return super().broadcast(obj, src)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's, but not inside a training step.
+
+        Raises:
+            RuntimeError: inside a training step.
+        """
+        self._refuse_in_step("barrier")
+        super().barrier(*args, **kwargs)
+
+    def _refuse_in_step(self, what: str) -> None:
+        if not self.lock_step and self._in_batch and self.world_size > 1:
+            raise RuntimeError(self._no_collective(what))
 
     def _no_collective(self, what: str) -> str:
         return (
@@ -317,6 +351,9 @@ class UnwrappedStrategy(SyncStrategy):
         if self._marks is not None:
             self._marks.close()
             self._marks = None
+        if self._batchnorm is not None and (self._watcher is None or self._watcher.failure is None):
+            self._batchnorm.close()  # after a failure a collective may be blocked in it
+        self._batchnorm = None
         super()._close()  # while the reducers are known: it gives their groups back
         self._inner = None
         self._view = None

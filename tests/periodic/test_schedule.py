@@ -102,3 +102,8 @@ def test_a_period_below_one_or_of_another_type_is_refused(bad: object) -> None:
 def test_wrong_values_are_refused_at_construction(options: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         ls.HybridStrategy(**options)  # type: ignore[arg-type]
+
+
+def test_a_misspelt_option_is_answered_with_the_one_that_was_meant() -> None:
+    with pytest.raises(TypeError, match=r"unknown argument sync_evry\. Did you mean sync_every\?"):
+        ls.HybridStrategy(sync_evry=4)

@@ -104,8 +104,12 @@ class Nosy(Toy):
             self.logged.append(float(self.trainer.strategy.reduce(loss.detach())))
         elif self.what == "sum":
             self.log("shared", loss.detach(), sync_dist=True, reduce_fx="sum")
-        else:
+        elif self.what == "gather":
             self.all_gather(loss.detach())
+        elif self.what == "broadcast":
+            self.trainer.strategy.broadcast(batch_idx)
+        else:
+            self.trainer.strategy.barrier()
         return loss
 
 
@@ -115,7 +119,7 @@ def nosy(rank: int, world: int) -> dict[str, Any]:
         strategy = ls.strategy("local_sgd", sync_every=4)
         fit(module, strategy, world, 8)
     found: dict[str, Any] = {"local": module.logged == module.losses, "calls": len(calls)}
-    for what in ("sum", "gather"):
+    for what in ("sum", "gather", "broadcast", "barrier"):
         try:
             fit(Nosy(what), ls.strategy("local_sgd"), world, 8)
         except RuntimeError as error:
@@ -128,7 +132,8 @@ def test_collectives_of_a_training_step_stay_local_or_are_refused() -> None:
     for found in run_ranks(nosy, 2, init="env", deadline=100):
         assert found["local"], "a mean logged in a step is the rank's own"
         assert "inside a training step makes every rank wait" in found["sum"]
-        assert "all_gather inside a training step" in found["gather"]
+        for what, name in {"gather": "all_gather", "broadcast": "broadcast", "barrier": "barrier"}.items():
+            assert f"{name} inside a training step" in found[what]
 
 
 def averaged(rank: int, world: int) -> None:
