@@ -20,7 +20,7 @@ def train(run_dir: Path, *overrides: str) -> dict[str, Any] | None:
         # Of several overrides of one key the last counts, so that a mode may change what all runs have in common.
         words = {word.split("=")[0]: word for word in (f"run_dir={run_dir}", *_QUIET, *overrides)}
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        log = run_dir.with_suffix(".log")
+        log = run_dir.parent / f"{run_dir.name}.log"
         with log.open("w") as stream:
             done = subprocess.run(
                 [sys.executable, "-m", "lightning_sync.train", *words.values()],
