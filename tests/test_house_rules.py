@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The core serves Fabric, a plain loop, or anything else: it imports torch, never Lightning or Hydra.
 CORE = (
+    "aggregator_contract",
     "aggregators",
     "checks",
     "checkpoint",
