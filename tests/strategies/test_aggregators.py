@@ -1,11 +1,13 @@
 """Every mode combines gradients or deltas as its aggregator's formula says, written out by hand in plain torch."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import callbacks
 from torch import Tensor, nn
 
 import lightning_sync as ls
@@ -125,21 +127,44 @@ CASES: dict[str, tuple[Callable[[], Any], Reference, dict[str, Any], dict[str, A
 
 def against_hand(rank: int, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    for case in CASES:
+        found |= against_hand_in(case, rank, world)
+    return found
 
-    def fresh(**model: Any) -> Sharded:
+
+class TwoLevels(callbacks.Callback):
+    """Notes whether deltas are reduced on two levels."""
+
+    used = False
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.used = trainer.strategy._reducer is not None and trainer.strategy._reducer.wires.intra is not None
+
+
+def against_hand_in(case: str, rank: int, world: int, **options: Any) -> dict[str, Any]:
+    """How far the parameters of a case are from those by hand, and from those by hand with the mean instead."""
+    strategy, reference, rule, model = CASES[case]
+
+    def fresh() -> Sharded:
         torch.manual_seed(3)
         return Sharded(rank, world, **{"lr": 0.02, **model})
 
-    for case, (strategy, reference, rule, model) in CASES.items():
-        module = fresh(**model)
-        fit(module, strategy(), world, max_steps=STEPS, use_distributed_sampler=False)
-        ours = {n: p.detach().clone() for n, p in module.named_parameters()}
-        # The second time with the mean, to see that the case can tell them apart.
-        for name, formula in ((case, reference), (f"{case}: mean", references.mean)):
-            module, hand = fresh(**model), ByHand(formula, **rule)
-            hand.anchor = [p.detach().clone().double() for p in by_hand.trained(module)]
-            theirs = by_hand.train(module, STEPS, hand.after, hand.gradients)
-            found[name] = max(float((ours[n].double() - theirs[n].double()).abs().max()) for n in ours)
+    module, levels = fresh(), TwoLevels()
+    settings = {
+        "devices": world,
+        "max_steps": STEPS,
+        "use_distributed_sampler": False,
+        "callbacks": [levels],
+        **options,
+    }
+    fit(module, strategy(), world, **settings)
+    ours = {n: p.detach().clone() for n, p in module.named_parameters()}
+    found: dict[str, Any] = {"two levels": levels.used}
+    for name, formula in ((case, reference), (f"{case}: mean", references.mean)):
+        module, hand = fresh(), ByHand(formula, **rule)
+        hand.anchor = [p.detach().clone().double() for p in by_hand.trained(module)]
+        theirs = by_hand.train(module, STEPS, hand.after, hand.gradients)
+        found[name] = max(float((ours[n].double() - theirs[n].double()).abs().max()) for n in ours)
     return found
 
 
@@ -153,6 +178,19 @@ def distances() -> list[dict[str, Any]]:
 def test_every_mode_combines_as_the_formula_says(distances: list[dict[str, Any]], case: str) -> None:
     assert max(rank[case] for rank in distances) < 1e-5
     assert min(rank[f"{case}: mean"] for rank in distances) > 1e-4
+
+
+def on_two_nodes(rank: int, world: int) -> dict[str, Any]:
+    """Four processes that believe to be on two hosts, each of which is a replica."""
+    os.environ.update(GROUP_RANK=str(rank // 2), LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    return against_hand_in("hybrid, replicas of two ranks, Adasum", rank, world, devices=2, num_nodes=2)
+
+
+@pytest.mark.dist
+def test_between_nodes_that_are_replicas_deltas_are_combined_on_two_levels() -> None:
+    for found in run_ranks(on_two_nodes, RANKS, init="env", deadline=100):
+        assert found["two levels"]
+        assert found["hybrid, replicas of two ranks, Adasum"] < 1e-5
 
 
 def compressed(rank: int, world: int) -> dict[str, Any]:
