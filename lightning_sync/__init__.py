@@ -3,7 +3,16 @@
 Importing the package registers its strategies by name, so that ``Trainer(strategy="strict")`` works. It starts nothing.
 """
 
-from lightning_sync.aggregators import Aggregator, Mean
+from lightning_sync.aggregators import (
+    Adasum,
+    Aggregator,
+    MajorityVote,
+    Mean,
+    Median,
+    ParameterAggregator,
+    Sum,
+    TrimmedMean,
+)
 from lightning_sync.compressors import (
     BF16,
     FP16,
@@ -35,6 +44,7 @@ register()
 __all__ = [
     "BF16",
     "FP16",
+    "Adasum",
     "Aggregator",
     "BlockInt8",
     "Compressor",
@@ -44,9 +54,12 @@ __all__ = [
     "Exact",
     "Growing",
     "HybridStrategy",
+    "MajorityVote",
     "Mean",
+    "Median",
     "Nesterov",
     "NonFiniteError",
+    "ParameterAggregator",
     "Period",
     "PowerSGD",
     "QuadraticRule",
@@ -54,6 +67,8 @@ __all__ = [
     "Seconds",
     "SlowMo",
     "StrictStrategy",
+    "Sum",
+    "TrimmedMean",
     "UnwrappedStrategy",
     "WirePrecision",
     "strategy",

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sync.validity import table
+from lightning_sync import aggregators
+from lightning_sync.validity import aggregator_table, table
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
@@ -46,3 +47,9 @@ def test_command_lines_train(words: list[str], command: object) -> None:
 
 def test_the_table_of_what_composes_is_current() -> None:
     assert table() in README
+    assert aggregator_table() in README
+
+
+def test_every_aggregator_has_a_row_that_says_what_it_computes() -> None:
+    for name in aggregators.registry:
+        assert len(re.findall(rf"^\| `{name}` \| .+ \| .+ \| 1[.\d]* \|$", README, re.MULTILINE)) == 1, name

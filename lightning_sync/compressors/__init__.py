@@ -6,6 +6,7 @@ from lightning_sync.compressors.cast import BF16, FP16
 from lightning_sync.compressors.exact import Exact
 from lightning_sync.compressors.feedback import ErrorFeedback
 from lightning_sync.compressors.int8 import BlockInt8
+from lightning_sync.compressors.plain import PlainBlocks
 from lightning_sync.compressors.powersgd import PowerSGD
 from lightning_sync.compressors.route import Route, as_route
 from lightning_sync.registry import Registry
@@ -25,6 +26,7 @@ __all__ = [
     "ErrorFeedback",
     "Exact",
     "Payload",
+    "PlainBlocks",
     "PowerSGD",
     "Reduction",
     "Route",

@@ -31,6 +31,7 @@ class BlockCodec(Compressor):
 
     block: int
     aggregates = True
+    by_parameter = True
 
     @property
     def alignment(self) -> int:  # type: ignore[override]
@@ -75,14 +76,14 @@ class BlockCodec(Compressor):
         blocks = torch.zeros(plan.rows, self.block, dtype=plan.dtype, device=tensors[0].device)
         torch._foreach_add_(plan.views(blocks), list(tensors), alpha=state.share)
         owned = yield plan.exchange(self.encode(blocks))
-        combined = state.combine(self.decode(owned.tensors, plan.dtype).flatten(1)).view(-1, self.block)
+        combined = yield from state.aggregate(self.decode(owned.tensors, plan.dtype), plan.counts)
         everything = yield plan.gather(self.encode(combined))
         return plan.write(self.decode(plan.restore(everything.tensors), plan.dtype), tensors)
 
     @override
     def wire_bytes(self, params: Sequence[ParamSpec], topology: Topology, step: int | None = None) -> Bytes:
         rows = sum(_rows(p.numel, self.block) for p in params)
-        owned = [_owned(rows, rank, topology.size) * self.row_bytes() for rank in range(topology.size)]
+        owned = [owned_rows(rows, rank, topology.size) * self.row_bytes() for rank in range(topology.size)]
         return topology.all_to_all(owned) + topology.all_gather(owned[topology.rank])
 
 
@@ -90,7 +91,8 @@ def _rows(numel: int, block: int) -> int:
     return -(-numel // block)
 
 
-def _owned(rows: int, rank: int, world_size: int) -> int:
+def owned_rows(rows: int, rank: int, world_size: int) -> int:
+    """How many of the first `rows` blocks belong to a rank."""
     return len(range(rank, rows, world_size))
 
 
@@ -105,7 +107,10 @@ def cache_rows(blocks: Tensor) -> int:
 
 @dataclass
 class BlockPlan:
-    """Where the blocks of one bucket lie, and who owns which: computed once per bucket, reused every step."""
+    """Where the blocks of one bucket lie, and who owns which: computed once per bucket, reused every step.
+
+    `counts` says how many blocks of each parameter this rank owns, in the bucket's order.
+    """
 
     block: int
     dtype: torch.dtype
@@ -116,7 +121,7 @@ class BlockPlan:
     inverse: Tensor
     splits: tuple[int, ...]
     rank: int
-    owned_keys: list[str]
+    counts: tuple[int, ...]
 
     def views(self, blocks: Tensor) -> list[Tensor]:
         """The parameters' elements inside `blocks`, without the padding, as views with the parameters' shapes."""
@@ -173,7 +178,7 @@ def _make_plan(block: int, keys: Sequence[str], state: State) -> BlockPlan:
         inverse=inverse.to(device),
         splits=splits,
         rank=state.rank,
-        owned_keys=list(keys),
+        counts=tuple(int((part == state.rank).sum()) for part in owner.split(rows)),
     )
 
 

@@ -40,6 +40,11 @@ class ErrorFeedback(Compressor):
     ends as in Tang et al. 2019, DoubleSqueeze.) A block with inf or NaN makes this step's result non-finite, as it
     would without compression, and its residual starts again from zero: later steps are sound.
 
+    Under another aggregator than the mean, A in place of the sum: every rank's stream of contributions still telescopes
+    (what it sent plus e_r is what it meant to send), and so does the result (what was delivered plus f is the sum of
+    the A of what was sent). But A of late contributions is not A of the true ones: what a rank could not send in one
+    step is judged with those of a later one. A rank of share 0, whose row A leaves out, keeps its residual as it is.
+
     Args:
         inner: The codec.
         decay: beta in (0, 1]. Below 1, old residuals fade: less staleness, but the sums no longer telescope.
@@ -49,6 +54,7 @@ class ErrorFeedback(Compressor):
     decay: float = 1.0
     biased: ClassVar[bool] = False
     aggregates: ClassVar[bool] = True
+    by_parameter: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, BlockCodec):
@@ -81,14 +87,18 @@ class ErrorFeedback(Compressor):
         plan = block_plan(codec.block, keys, state)
         # The residual is the work buffer: it becomes x, then x - C(x), without another copy of the gradient.
         residual = worker_residual(codec.block, keys, state)
-        if self.decay != 1:
-            residual.mul_(self.decay)
-        torch._foreach_add_(plan.views(residual), list(tensors), alpha=state.share)
-        owned = yield plan.exchange(self._encode_(residual))
+        if state.left_out:
+            code = codec.encode(residual)  # read by nobody; the other ranks wait for something of this size
+        else:
+            if self.decay != 1:
+                residual.mul_(self.decay)
+            torch._foreach_add_(plan.views(residual), list(tensors), alpha=state.share)
+            code = self._encode_(residual)
+        owned = yield plan.exchange(code)
         late = owner_residual(codec.block, keys, state)
         if self.decay != 1:
             late.mul_(self.decay)
-        late.add_(state.combine(codec.decode(owned.tensors, plan.dtype).flatten(1)).view_as(late))
+        late.add_((yield from state.aggregate(codec.decode(owned.tensors, plan.dtype), plan.counts)))
         everything = yield plan.gather(self._encode_(late))
         return plan.write(codec.decode(plan.restore(everything.tensors), plan.dtype), tensors)
 
