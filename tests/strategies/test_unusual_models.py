@@ -71,7 +71,9 @@ def test_tied_weights_streams_and_an_overflow_inside_a_replica() -> None:
             assert rank[name][0] == 12, name
             final = rank[name][2]
             assert torch.equal(final["encode.weight"], final["decode.weight"])
-            assert all(torch.equal(final[n], v) for n, v in ranks[0][name][2].items()), f"{name}: replicas end different"
+            assert all(torch.equal(final[n], v) for n, v in ranks[0][name][2].items()), (
+                f"{name}: replicas end different"
+            )
             assert all(bool(v.isfinite().all()) for v in final.values() if v.is_floating_point()), name
     assert [rank["hybrid"][1] for rank in ranks] == [4.0, 4.0, 8.0, 8.0], "the whole replica skips, and only it"
     assert [rank["delayed"][1] for rank in ranks] == [4.0] * 4, "all ranks skip"

@@ -193,7 +193,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         ({"compressor": "int7"}, ValueError, r"compressor='int7': expected one of none, bf16, fp16, int8, powersgd"),
         ({"compressor": 8}, ValueError, r"compressor=8: expected one of"),
         ({"aggregator": "median of medians"}, ValueError, r"aggregator='median of medians': expected one of mean"),
-        ({"bucket_cap": 5}, TypeError, r"unknown argument bucket_cap\. Accepted"),
+        ({"bucket_cap": 5}, TypeError, r"unknown argument bucket_cap\. Did you mean bucket_cap_mb\? Accepted"),
         ({"step_timeout": 0}, ValueError, r"step_timeout=0\): expected a number of seconds above 0"),
         ({"step_timeout": "2 min"}, ValueError, r"step_timeout='2 min'\): expected a number of seconds"),
         ({"setup_timeout": True}, ValueError, r"setup_timeout=True"),
