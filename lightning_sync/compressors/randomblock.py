@@ -20,6 +20,8 @@ from lightning_sync.compressors.random import draw, key_of
 from lightning_sync.compressors.topk import check_ratio
 from lightning_sync.state import Cover, ParamSpec, State
 
+PIECE_BYTES = 2**20
+
 
 @dataclass(frozen=True)
 class RandomBlock(Compressor):
@@ -118,11 +120,9 @@ class RandomBlock(Compressor):
         flat, starts = span(tensors)
         if flat is None:
             flat, starts = torch.cat([t.reshape(-1) for t in tensors]), table.starts
-        place, real = table.places(drawn, starts)
-        values = flat[place].to(table.dtype).mul_(state.share).masked_fill_(~real, 0)
+        values = table.take(flat, *table.places(drawn, starts)).to(table.dtype).mul_(state.share)
         # An overflow in a block that is not drawn must be seen as well: it makes what is sent of its parameter NaN.
-        looks = torch.stack([t.sum(dtype=table.dtype) for t in tensors]).mul_(0)
-        values.add_(looks[table.owner].view(-1, 1))
+        values.add_(_look_and_clear(tensors, table.dtype).mul_(0)[table.owner].view(-1, 1))
         results = yield from self.then.reduce(keys, table.split(values), inner)
         sent = torch.cat([r.reshape(-1, self.block) for r in results])
         return table.write(sent * table.sizes if self.unbiased else sent, drawn, tensors)
@@ -136,13 +136,14 @@ class RandomBlock(Compressor):
         torch._foreach_add_(parts, list(tensors), alpha=state.share)
         drawn = table.draw(state.step)
         place, real = table.places(drawn, table.starts)
-        values = residual[place].masked_fill_(~real, 0)
+        values = table.take(residual, place, real)
         residual.index_fill_(0, place.view(-1), 0)
         if not self.then.remembers:
             results = yield from self.then.reduce(keys, table.split(values), inner)
         else:
             results = yield from self._then_late(keys, table, values, place, residual, inner)
         sent = torch.cat([r.reshape(-1, self.block) for r in results])
+        torch._foreach_zero_(list(tensors))
         return table.write(sent, drawn, tensors)
 
     @override
@@ -263,11 +264,12 @@ class _Table:
         """``[K, block]``, by parameter."""
         return list(values.split(self.counts))
 
-    def places(self, drawn: Tensor, starts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def places(self, drawn: Tensor, starts: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Where the drawn blocks lie in a flat tensor in which the parameters start at `starts`.
 
         Returns:
             Places, ``[K, block]``, and whether they are real: beyond a parameter's end they are its last element's.
+            `None`: all are, as all parameters are made of whole blocks.
         """
         if starts not in self._ends:
             start = torch.tensor(starts).to(self.owner.device)
@@ -275,7 +277,14 @@ class _Table:
             self._ends[starts] = (start[self.owner].view(-1, 1), last[self.owner].view(-1, 1))
         start, last = self._ends[starts]
         place = start + drawn * self.block + torch.arange(self.block, device=drawn.device)
+        if all(n % self.block == 0 for n in self.numels):
+            return place, None
         return torch.minimum(place, last), place <= last
+
+    def take(self, flat: Tensor, place: Tensor, real: Tensor | None) -> Tensor:
+        """The elements at these places, ``[K, block]``, zero where they are not real."""
+        values = flat.index_select(0, place.view(-1)).view(-1, self.block)
+        return values if real is None else values.masked_fill_(~real, 0)
 
     def left(self, kind: str, keys: Sequence[str], inner: State) -> tuple[Tensor, Tensor]:
         """For everything that `then` keeps of one kind: which drawn element it belongs to, and whether it is real."""
@@ -291,13 +300,29 @@ class _Table:
         return self._left[kind]
 
     def write(self, sent: Tensor, drawn: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Set the tensors to what was sent, ``[K, block]``, and to zero elsewhere."""
+        """Put what was sent, ``[K, block]``, where it belongs in tensors that are zero."""
         flat, starts = span(tensors)
         direct = flat is not None and flat.dtype == sent.dtype
         place, real = self.places(drawn, starts if direct else self.starts)
-        sent = sent.masked_fill(~real, 0).view(-1)
+        sent = (sent if real is None else sent.masked_fill(~real, 0)).reshape(-1)
         if flat is not None and direct:
-            torch._foreach_zero_(list(tensors))
-            flat.index_add_(0, place.view(-1), sent)
+            flat.scatter_add_(0, place.view(-1), sent)
             return tensors
-        return unflatten(sent.new_zeros(sum(self.numels)).index_add_(0, place.view(-1), sent), tensors)
+        return unflatten(sent.new_zeros(sum(self.numels)).scatter_add_(0, place.view(-1), sent), tensors)
+
+
+def _look_and_clear(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sum of every tensor, not finite if one of its elements is not; the tensors become zero.
+
+    In pieces, on the CPU: a piece that has just been read is still in the cache when it is overwritten.
+    """
+    sums = []
+    for tensor in tensors:
+        whole = tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.nbytes <= PIECE_BYTES
+        pieces = [tensor] if whole else tensor.view(-1).split(PIECE_BYTES // tensor.element_size())
+        parts = []
+        for piece in pieces:
+            parts.append(piece.sum(dtype=dtype))
+            piece.zero_()
+        sums.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum())
+    return torch.stack(sums)

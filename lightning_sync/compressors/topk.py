@@ -164,17 +164,13 @@ class ChunkTopK(BlockCodec):
             return super().wire_bytes(params, topology, step)
         return topology.all_gather(sum(-(-p.numel // self.chunk) for p in params) * self.row_bytes())
 
-    def _gather(
-        self, code: Sequence[Tensor], plan: BlockPlan, tensors: Sequence[Tensor], state: State
-    ) -> Reduction:
+    def _gather(self, code: Sequence[Tensor], plan: BlockPlan, tensors: Sequence[Tensor], state: State) -> Reduction:
         n = state.world_size
         everything = yield Payload("gather", tuple(code), (plan.rows,) * n)
         ranks = zip(*(t.view(n, plan.rows, *t.shape[1:]).unbind(0) for t in everything.tensors), strict=True)
         return self._write(list(ranks), plan, tensors)
 
-    def _write(
-        self, codes: Sequence[Sequence[Tensor]], plan: BlockPlan, tensors: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
+    def _write(self, codes: Sequence[Sequence[Tensor]], plan: BlockPlan, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Write the sum of some ranks' codes into the gradients: zeros, and an addition where something was sent."""
         flat, starts = span(tensors)
         if flat is None or flat.dtype != plan.dtype:

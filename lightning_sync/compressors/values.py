@@ -31,7 +31,7 @@ def _as(dtype: torch.dtype) -> ValueFormat:
 
 
 def _encode_int8(values: Tensor) -> tuple[Tensor, ...]:
-    """Symmetric, one float32 scale a row: code q = round(v / s), s = max|v| / 127; a row with inf or NaN becomes NaN."""
+    """Symmetric, one float32 scale a row: q = round(v / s), s = max|v| / 127; inf or NaN spoil their whole row."""
     tiny = torch.finfo(torch.float32).tiny
     scale = (values.abs().amax(-1, keepdim=True) / 127).to(torch.float32).clamp_(min=tiny)
     return (values / scale).round_().to(torch.int8), scale
