@@ -47,7 +47,7 @@ class ChunkTopK(BlockCodec):
     * ``pattern="gather"``: all get everything: each rank sends N-1 payloads, and up to N k elements arrive.
 
     At N = 2 both send the same; with more ranks the exchange sends less, the gather N/2 times as much. Gathered, 1 % of
-    the gradient in fp32 overtakes a bf16 ring at N = 66.
+    the gradient in fp32 sends more than a bf16 ring from N = 67.
 
     Memory: one float32 per element (residual), and 1/N more for the chunks a rank owns with ``"exchange"``. Time on one
     core of a CPU: about 4 copies of the gradient.
