@@ -57,7 +57,7 @@ class ChunkTopK(BlockCodec):
         chunk: Elements that compete with each other, 8 to 32768. Larger: more freedom for large elements to crowd
             together; up to 256 an index takes one byte.
         values: Format of the values. Fewer bits: fewer bytes, larger errors in what is sent.
-        pattern: How payloads travel, see above. Only ``"exchange"`` goes with aggregators other than the mean.
+        pattern: How payloads travel, see above.
         recall: Share of the k largest that must be found on average, in (0, 1]. 1: exactly the k largest. Lower:
             less work (0.9 took a quarter of the time of 1), as maxima of groups are candidates instead of all elements;
             the contraction above holds for any.
@@ -72,6 +72,7 @@ class ChunkTopK(BlockCodec):
     pattern: Literal["exchange", "gather"] = "exchange"
     recall: float = 0.9
     biased: ClassVar[bool] = True
+    aggregates: ClassVar[bool] = False  # an element that a rank did not send would count as its zero
 
     def __post_init__(self) -> None:
         check_integer("ChunkTopK", 8, chunk=self.chunk)
@@ -90,11 +91,6 @@ class ChunkTopK(BlockCodec):
     def block(self) -> int:  # type: ignore[override]
         """A chunk is a block."""
         return self.chunk
-
-    @property
-    @override
-    def aggregates(self) -> bool:  # type: ignore[override]
-        return self.pattern == "exchange"
 
     @override
     def encode(self, blocks: Tensor) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_sync.comm.simulated import SimulatedWorld
 from lightning_sync.comm.topology import Topology
-from lightning_sync.compressors import BF16, ChunkTopK, ErrorFeedback
+from lightning_sync.compressors import BF16, BlockInt8, ChunkTopK, ErrorFeedback, RandomBlock
 from lightning_sync.compressors.largest import group_size, largest
 from lightning_sync.compressors.values import FORMATS
 from lightning_sync.state import ParamSpec
@@ -293,7 +293,7 @@ def test_vectors_and_small_matrices_are_not_worth_it() -> None:
     assert ChunkTopK().accepts(ParamSpec("w", (32, 32), torch.float32, torch.device("cpu")))
 
 
-def test_only_the_exchange_hands_every_contribution_to_the_aggregator() -> None:
-    assert ChunkTopK().aggregates
-    assert not ChunkTopK(pattern="gather").aggregates
-    assert ErrorFeedback(ChunkTopK()).aggregates
+def test_aggregators_other_than_the_mean_would_take_what_was_not_sent_for_zeros() -> None:
+    assert not ChunkTopK().aggregates
+    assert not ErrorFeedback(ChunkTopK()).aggregates
+    assert ErrorFeedback(RandomBlock(then=BlockInt8())).aggregates, "all ranks leave out the same"
