@@ -59,7 +59,7 @@ class ChunkTopK(BlockCodec):
         values: Format of the values. Fewer bits: fewer bytes, larger errors in what is sent.
         pattern: How payloads travel, see above.
         recall: Share of the k largest that must be found on average, in (0, 1]. 1: exactly the k largest. Lower:
-            less work (0.9 took a quarter of the time of 1), as maxima of groups are candidates instead of all elements;
+            less work (0.9 took a fifth of the time of 1), as maxima of groups are candidates instead of all elements;
             the contraction above holds for any.
 
     Raises:

@@ -165,17 +165,25 @@ def test_int8_after_random_blocks_is_int8_of_the_drawn_blocks() -> None:
 # ---- overflows
 
 
-def test_an_overflow_is_seen_at_once_without_feedback_and_once_with_it() -> None:
-    gradient = torch.zeros(50 * BLOCK)
-    gradient[1] = float("inf")
-    for draw_at in range(5):
-        world = SimulatedWorld(RandomBlock(0.1, BLOCK), make_specs({"w": gradient.shape}), 2, seed=draw_at)
-        assert not all(bool(t.isfinite().all()) for t in world.reduce([[gradient], [gradient * 0]])[0])
-    world = SimulatedWorld(ErrorFeedback(RandomBlock(0.1, BLOCK)), make_specs({"w": gradient.shape}), 2)
+def test_an_overflow_is_seen_in_the_steps_that_draw_its_block() -> None:
+    drawn = [bool(out[1] != 0) for out in ones(RandomBlock(0.1, BLOCK), 60)]
+    bad, good = torch.ones(2, 50 * BLOCK, dtype=torch.float64)
+    bad[1] = float("inf")
+    world = SimulatedWorld(RandomBlock(0.1, BLOCK), make_specs({"w": bad.shape}, torch.float64), 2)
+    seen = [not bool(world.reduce([[bad], [good]])[0][0].isfinite().all()) for _ in range(60)]
+    assert seen == drawn
+    assert 1 <= sum(seen) < 20
+
+
+def test_with_feedback_an_overflow_is_seen_once() -> None:
+    good = torch.ones(50 * BLOCK)
+    bad = good.clone()
+    bad[1] = float("inf")
+    world = SimulatedWorld(ErrorFeedback(RandomBlock(0.1, BLOCK)), make_specs({"w": good.shape}), 2)
     seen = []
     for step in range(120):
-        mine = gradient if step == 2 else torch.ones_like(gradient)
-        seen.append(not bool(world.reduce([[mine], [torch.ones_like(gradient)]])[0][0].isfinite().all()))
+        (out,) = world.reduce([[bad if step == 2 else good], [good]])[0]
+        seen.append(not bool(out.isfinite().all()))
     assert sum(seen) == 1
     assert not any(seen[:2])
 
