@@ -36,7 +36,9 @@ def trained(rank: int, world: int) -> None:
     module = Normed()
     for _ in range(2):
         fit(module, ls.strategy("local_sgd", sync_every=2), world, max_steps=4, sync_batchnorm=True)
-    assert type(module.extra) is nn.BatchNorm1d, "replicas of one rank train with ordinary layers"
+    assert type(module.extra) is nn.BatchNorm1d, (
+        "replicas of one rank train with ordinary layers"
+    )
     with pytest.raises(ValueError, match="sync_batchnorm=True does not go with strategy='delayed'"):
         fit(Normed(), ls.strategy("delayed"), world, max_steps=2, sync_batchnorm=True)
 
