@@ -28,8 +28,12 @@ from lightning_sync.state import ParamSpec, canonical_name
 
 def param_specs(module: nn.Module) -> list[tuple[ParamSpec, nn.Parameter]]:
     """Every parameter that takes gradients, in registration order, shared ones once."""
+    roles: dict[int, str] = {}
+    for owner in module.modules():
+        for p in owner.parameters(recurse=False):
+            roles.setdefault(id(p), type(owner).__name__)
     return [
-        (ParamSpec(canonical_name(name), tuple(p.shape), p.dtype, p.device), p)
+        (ParamSpec(canonical_name(name), tuple(p.shape), p.dtype, p.device, role=roles[id(p)]), p)
         for name, p in module.named_parameters()
         if p.requires_grad
     ]

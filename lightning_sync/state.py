@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -27,6 +27,7 @@ class ParamSpec:
         dtype: The gradient's dtype.
         device: Where it lives.
         start: First element of the slice in the flattened parameter, `None` for the whole parameter.
+        role: Class of the module that owns it, such as ``"Linear"``, ``"Embedding"`` or ``"LayerNorm"``.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ParamSpec:
     dtype: torch.dtype
     device: torch.device
     start: int | None = None
+    role: str = ""
 
     @property
     def numel(self) -> int:
@@ -49,7 +51,7 @@ class ParamSpec:
         """The spec of elements `start:stop` of the flattened parameter; the whole parameter stays itself."""
         if start == 0 and stop == self.numel:
             return self
-        return ParamSpec(self.name, (stop - start,), self.dtype, self.device, start=start)
+        return replace(self, shape=(stop - start,), start=start)
 
     @property
     def state_dtype(self) -> torch.dtype:

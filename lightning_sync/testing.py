@@ -71,7 +71,7 @@ def check_compressor(
       `alignment`), and all ranks get the same bits;
     * the result is in units of the mean, whatever the number of ranks;
     * zeros stay zeros, and do not spoil what comes after; inf and NaN stay visible (in the result, in a
-      residual that will be sent later, or as an `OverflowError`);
+      residual that will be sent later, or as an `OverflowError`), unless in an element that is neither sent nor kept;
     * strides do not matter; the same inputs and state give the same payloads;
     * `wire_bytes` is what a counted wire counts, on every rank, for several layouts of nodes;
     * with error feedback, all that was delivered plus what is kept is the true sum;

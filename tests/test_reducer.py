@@ -15,11 +15,15 @@ from lightning_sync.comm.wire import GroupWire
 from lightning_sync.compressors import (
     BF16,
     FP16,
+    AcpSGD,
     BlockInt8,
+    ChunkTopK,
     ErrorFeedback,
+    MomentumCorrection,
     Payload,
     PlainBlocks,
     PowerSGD,
+    RandomBlock,
     Reduction,
     Route,
     as_route,
@@ -44,6 +48,9 @@ FEEDBACK = {
     "powersgd": as_route(PowerSGD(rank=2, warmup_steps=1)),
     "powersgd, aggregate": as_route(PowerSGD(rank=2, warmup_steps=0, residual="aggregate")),
     "mixed": Route([("a", PowerSGD(rank=1, warmup_steps=0)), ("*", ErrorFeedback(BlockInt8(64)))]),
+    "acp": as_route(AcpSGD(rank=2, warmup_steps=1)),
+    "topk": as_route(ErrorFeedback(ChunkTopK(0.1, 64))),
+    "random blocks, int8": as_route(ErrorFeedback(RandomBlock(0.3, 64, BlockInt8(32)))),
 }
 
 
@@ -172,6 +179,12 @@ def real_and_simulated(rank: int, world_size: int) -> list[str]:
         "int8": ErrorFeedback(BlockInt8()),
         "bf16": BF16(),
         "powersgd": PowerSGD(warmup_steps=1),
+        "acp": AcpSGD(rank=2, warmup_steps=1),
+        "topk": ErrorFeedback(ChunkTopK(0.1, 64)),
+        "topk, gathered": ErrorFeedback(ChunkTopK(0.1, 256, "2bit", "gather")),
+        "random blocks": ErrorFeedback(RandomBlock(0.3, 64)),
+        "random blocks, int8": ErrorFeedback(RandomBlock(0.3, 64, BlockInt8(32))),
+        "dgc": MomentumCorrection(ChunkTopK(0.1, 64)),
     }.items():
         reducer = Reducer(specs, as_route(compressor), make_wires(Topology(rank, (0, 1)), Counters()))
         world = SimulatedWorld(compressor, specs, world_size)

@@ -56,12 +56,17 @@ class Compressor(ABC):
             leaves out elements: those that a rank did not send would count as zeros.
         by_parameter: Whether it also tells which elements belong to which parameter (`State.aggregate`), for
             aggregators that need sums over whole parameters.
+        remembers: Whether it can keep what it does not send, by `remember` and `reduce_late`. `ErrorFeedback` and the
+            other wrappers with a memory need that.
+
+    All of them may be properties.
     """
 
     biased: ClassVar[bool] = False
     alignment: int | None = 1
     aggregates: ClassVar[bool] = False
     by_parameter: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
 
     @abstractmethod
     def init(self, params: Sequence[ParamSpec]) -> State:
@@ -88,6 +93,22 @@ class Compressor(ABC):
     @abstractmethod
     def wire_bytes(self, params: Sequence[ParamSpec], topology: Topology, step: int | None = None) -> Bytes:
         """Predict what this rank sends in one reduction of all `params` (step `None`: after any warm-up)."""
+
+    def remember(self, state: State) -> None:
+        """Declare in a fresh `state` what `reduce_late` keeps: arenas, lazy ones, and which of it is undelivered.
+
+        The arena ``"residual"`` holds, per parameter, what this rank has not sent, in units of the mean. Its first
+        `numel` elements are the parameter's.
+        """
+        raise TypeError(f"{self!r} cannot keep what it does not send: it has no remember() and reduce_late().")
+
+    def reduce_late(self, keys: Sequence[str], tensors: Sequence[Tensor], state: State, decay: float) -> Reduction:
+        """As `reduce`, of ``decay * residual + share * tensors``; the residual becomes what was not sent of it.
+
+        Must have written the residual when it yields its first payload. With `decay` 0 old residuals do not matter,
+        whatever they hold. Elements with inf or NaN show in the result once, when they are sent, and are not kept.
+        """
+        raise TypeError(f"{self!r} cannot keep what it does not send: it has no remember() and reduce_late().")
 
     def accepts(self, param: ParamSpec) -> bool:
         """Whether this parameter is worth compressing; the others travel exactly."""

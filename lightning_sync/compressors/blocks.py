@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.base import Compressor, Payload, Reduction
+from lightning_sync.compressors.finite import finite_rows, forget_
 from lightning_sync.state import Arena, Cover, ParamSpec, State
 
 
@@ -32,6 +33,7 @@ class BlockCodec(Compressor):
     block: int
     aggregates = True
     by_parameter = True
+    remembers = True
 
     @property
     def alignment(self) -> int:  # type: ignore[override]
@@ -46,6 +48,12 @@ class BlockCodec(Compressor):
         """Encode, and leave in `blocks` what the code misses: ``blocks - decode(encode(blocks))``, in place."""
         code = self.encode(blocks)
         blocks.sub_(self.decode(code, blocks.dtype))
+        return code
+
+    def encode_rest_(self, blocks: Tensor) -> tuple[Tensor, ...]:
+        """As `encode_`, but a block with inf or NaN, which shows in its code, is left zero: it starts afresh."""
+        code = self.encode_(blocks)
+        forget_(blocks, finite_rows(blocks))
         return code
 
     @abstractmethod
@@ -71,6 +79,12 @@ class BlockCodec(Compressor):
         return state
 
     @override
+    def remember(self, state: State) -> None:
+        """A residual on both ends: of what this rank has not sent, and of the blocks it owns."""
+        state.lazy.update(feedback_arenas(self.block))
+        state.undelivered.update(feedback_covers(self.block))
+
+    @override
     def reduce(self, keys: Sequence[str], tensors: Sequence[Tensor], state: State) -> Reduction:
         plan = block_plan(self.block, keys, state)
         blocks = torch.zeros(plan.rows, self.block, dtype=plan.dtype, device=tensors[0].device)
@@ -78,13 +92,43 @@ class BlockCodec(Compressor):
         owned = yield plan.exchange(self.encode(blocks))
         combined = yield from state.aggregate(self.decode(owned.tensors, plan.dtype), plan.counts)
         everything = yield plan.gather(self.encode(combined))
-        return plan.write(self.decode(plan.restore(everything.tensors), plan.dtype), tensors)
+        return self.write(plan.restore(everything.tensors), plan, tensors)
+
+    @override
+    def reduce_late(self, keys: Sequence[str], tensors: Sequence[Tensor], state: State, decay: float) -> Reduction:
+        plan = block_plan(self.block, keys, state)
+        # The residual is the work buffer: it becomes x, then x - C(x), without another copy of the gradient.
+        residual = worker_residual(self.block, keys, state)
+        if state.left_out:
+            code = self.encode(residual)  # read by nobody; the other ranks wait for something of this size
+        else:
+            fade_(residual, decay)
+            torch._foreach_add_(plan.views(residual), list(tensors), alpha=state.share)
+            code = self.encode_rest_(residual)
+        owned = yield plan.exchange(code)
+        late = owner_residual(self.block, keys, state)
+        fade_(late, decay)
+        late.add_((yield from state.aggregate(self.decode(owned.tensors, plan.dtype), plan.counts)))
+        everything = yield plan.gather(self.encode_rest_(late))
+        return self.write(plan.restore(everything.tensors), plan, tensors)
+
+    def write(self, code: Sequence[Tensor], plan: BlockPlan, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Decode a bucket's blocks into its gradients."""
+        return plan.write(self.decode(code, plan.dtype), tensors)
 
     @override
     def wire_bytes(self, params: Sequence[ParamSpec], topology: Topology, step: int | None = None) -> Bytes:
         rows = sum(_rows(p.numel, self.block) for p in params)
         owned = [owned_rows(rows, rank, topology.size) * self.row_bytes() for rank in range(topology.size)]
         return topology.all_to_all(owned) + topology.all_gather(owned[topology.rank])
+
+
+def fade_(residual: Tensor, decay: float) -> None:
+    """Multiply by `decay`, in place; 0 forgets, also what is not finite."""
+    if decay == 0:
+        residual.zero_()
+    elif decay != 1:
+        residual.mul_(decay)
 
 
 def _rows(numel: int, block: int) -> int:
@@ -122,6 +166,23 @@ class BlockPlan:
     splits: tuple[int, ...]
     rank: int
     counts: tuple[int, ...]
+    _places: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def places(self, starts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Where blocks lie in a flat tensor in which the parameters start at `starts`, ``[rows, 1]`` each, int64.
+
+        Returns:
+            The place of every block's first element, and that of the last element of its parameter.
+        """
+        if starts not in self._places:
+            sizes = [torch.Size(shape).numel() for shape in self.shapes]
+            firsts = [range(a, a + n, self.block) for a, n in zip(starts, sizes, strict=True)]
+            first = torch.tensor([p for part in firsts for p in part])
+            last = torch.tensor([a + n - 1 for a, n in zip(starts, sizes, strict=True)])
+            last = last.repeat_interleave(torch.tensor([len(part) for part in firsts]))
+            device = self.order.device
+            self._places = {starts: (first.view(-1, 1).to(device), last.view(-1, 1).to(device))}
+        return self._places[starts]
 
     def views(self, blocks: Tensor) -> list[Tensor]:
         """The parameters' elements inside `blocks`, without the padding, as views with the parameters' shapes."""

@@ -19,6 +19,26 @@ def as_flat(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((end - first.storage_offset(),), (1,), first.storage_offset())
 
 
+def span(tensors: Sequence[Tensor]) -> tuple[Tensor | None, tuple[int, ...]]:
+    """One flat view from the first to the last element of contiguous tensors of one dtype that share their storage.
+
+    Unlike `as_flat` the tensors may have others between them, whose elements are in the view as well: write only to
+    places that are counted from a tensor's own start. So it is with the matrices in a DDP bucket.
+
+    Returns:
+        The view, and where in it each tensor starts; `None` and nothing if there is no such view.
+    """
+    first = tensors[0]
+    base = first.untyped_storage().data_ptr()
+    for t in tensors:
+        if not t.is_contiguous() or t.dtype != first.dtype or t.untyped_storage().data_ptr() != base:
+            return None, ()
+    starts = [int(t.storage_offset()) for t in tensors]
+    low = min(starts)
+    size = max(start + t.numel() for start, t in zip(starts, tensors, strict=True)) - low
+    return first.as_strided((size,), (1,), low), tuple(start - low for start in starts)
+
+
 def flatten(tensors: Sequence[Tensor], scale: float, dtype: torch.dtype | None = None) -> Tensor:
     """One flat tensor, `scale` times the tensors, multiplied in their own precision and then cast to `dtype`.
 

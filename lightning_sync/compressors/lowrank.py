@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from lightning_sync.compressors.random import generator
+from lightning_sync.state import State
 
 PIECE_BYTES = 2**20
 """Size of the pieces in which a matrix is updated and then multiplied on the CPU. Larger ones leave the cache in
@@ -61,20 +63,37 @@ def split(flat: Tensor, shapes: Sequence[tuple[int, int, int]]) -> list[Tensor]:
     return [p.view(shape) for p, shape in zip(parts, shapes, strict=True)]
 
 
-def add_and_project(matrices: Tensor, gradients: Sequence[Tensor], share: float, right: Tensor, left: Tensor) -> None:
-    """M += share G, then P = M Q, while M is in the cache: `matrices` ``[c, n, m]`` and `left` ``[c, r, n]`` change.
+def add_(matrices: Tensor, gradients: Sequence[Tensor], share: float) -> None:
+    """M += share G, in place: `matrices` are ``[c, n, m]``, `gradients` c tensors with the elements of ``[n, m]``."""
+    parts = list(matrices.unbind(0))
+    torch._foreach_add_(parts, [g.reshape(p.shape) for g, p in zip(gradients, parts, strict=True)], alpha=share)
+
+
+def add_and_project(
+    matrices: Tensor,
+    gradients: Sequence[Tensor],
+    share: float,
+    right: Tensor,
+    left: Tensor,
+    *,
+    subtract: bool = False,
+) -> None:
+    """M += share G, then P = M Q, and with `subtract` M -= P Q^T.
 
     Args:
-        matrices: M.
+        matrices: M, ``[c, n, m]``.
         gradients: G, c tensors with the elements of ``[n, m]``.
         share: Factor of G.
         right: Q as rows, ``[c, r, m]``.
-        left: P as rows, written.
+        left: P as rows, ``[c, r, n]``, written.
+        subtract: Whether to take P Q^T off M, in place.
     """
     n, m = matrices.shape[1:]
     if matrices.device.type != "cpu":
-        torch._foreach_add_(list(matrices.unbind(0)), [g.reshape(n, m) for g in gradients], alpha=share)
+        add_(matrices, gradients, share)
         torch.bmm(right, matrices.mT, out=left)
+        if subtract:
+            subtract_product_(matrices, left, right)
         return
     rows = _piece_rows(m, matrices.element_size())
     for matrix, gradient, q, p in zip(matrices, gradients, right, left, strict=True):
@@ -82,6 +101,8 @@ def add_and_project(matrices: Tensor, gradients: Sequence[Tensor], share: float,
         for piece, addend, out in pieces:
             piece.add_(addend, alpha=share)
             torch.mm(q, piece.mT, out=out)
+            if subtract:
+                piece.addmm_(out.mT, q, alpha=-1)
 
 
 def project_back(matrices: Tensor, left: Tensor, right: Tensor, *, subtract: bool) -> None:
@@ -134,10 +155,32 @@ def _piece_rows(columns: int, itemsize: int) -> int:
     return max(1, PIECE_BYTES // max(1, columns * itemsize))
 
 
-def directions(rank: int, size: int, seed: int, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+def bind_factor(kind: str, keys: Sequence[str], rank: int, state: State) -> tuple[Tensor, list[str]]:
+    """The factors of a kind, one after the other; new ones are random, from the seed and their names.
+
+    Returns:
+        The flat tensor, and the keys that are new.
+    """
+    arena = state.arenas[kind]
+    fresh = [k for k in keys if k not in arena]
+    factor = arena.bind(keys)
+    for key in fresh:
+        arena[key].copy_(directions(rank, arena.sizes[key] // rank, state.seed, key, factor).reshape(-1))
+    return factor, fresh
+
+
+def fallback(side: str, rank: int, size: int, state: State, like: Tensor) -> Tensor:
+    """Directions ``[size, rank]`` for columns that vanish, see `orthogonalise_`; made once."""
+    cache_key = ("fallback", side, size)
+    if cache_key not in state.cache:
+        state.cache[cache_key] = directions(rank, size, state.seed, side, like).mT
+    return cast(Tensor, state.cache[cache_key])
+
+
+def directions(rank: int, size: int, seed: int, name: str, like: Tensor) -> Tensor:
     """A random ``[rank, size]`` matrix that depends on the seed and the name only (the same on all ranks)."""
     matrix = torch.randn(size, rank, generator=generator(seed, name), dtype=torch.float32).mT
-    return matrix.to(device=device, dtype=dtype)
+    return matrix.to(device=like.device, dtype=like.dtype)
 
 
 def orthogonalise_(columns: Tensor, fallback: Tensor, tolerance: float = 1e-5) -> Tensor:

@@ -17,7 +17,8 @@ from lightning_sync.compressors.finite import finite_rows, forget_
 from lightning_sync.compressors.lowrank import (
     Stack,
     add_and_project,
-    directions,
+    bind_factor,
+    fallback,
     matrix_shape,
     orthogonalise_,
     project_back,
@@ -55,7 +56,9 @@ class PowerSGD(Compressor):
     sound.
 
     Args:
-        rank: Columns kept, r. Lower: fewer bytes and less work, more of the gradient late. 1 to 4 are usual.
+        rank: Columns kept, r. Lower: fewer bytes and less work, more of the gradient late. 1 to 4 are usual. For
+            another rank by parameter use a `Route`: ``Route([("embed*", PowerSGD(rank=8)), ("*", PowerSGD(rank=2))])``
+            has one collective per round as well.
         warmup_steps: Steps that send everything uncompressed first. Early gradients change direction quickly: with
             AdamW on a small language model the loss ended 5.7 % behind with 300 such steps and 10.7 % behind with none.
         min_ratio: Smallest saving for which a matrix is factored. Larger: more matrices travel exactly.
@@ -106,7 +109,7 @@ class PowerSGD(Compressor):
         stacks = self._stacks(keys, state)
         order = [keys[i] for stack in stacks for i in stack.members]
         residual = state.arenas["residual"].bind(order)
-        factor = self._factor(order, state)
+        factor, _ = bind_factor("factor", order, self.rank, state)
         left = residual.new_empty(sum(s.count * s.n * self.rank for s in stacks))
 
         matrices = split(residual, [(s.count, s.n, s.m) for s in stacks])
@@ -118,7 +121,7 @@ class PowerSGD(Compressor):
             add_and_project(matrix, own, state.share, right, out)
         yield Payload("sum", (left,))
         for stack, out in zip(stacks, lefts, strict=True):
-            orthogonalise_(out.mT, self._fallback(stack.n, state))
+            orthogonalise_(out.mT, fallback("left", self.rank, stack.n, state, out))
         for matrix, right, out in zip(matrices, rights, lefts, strict=True):
             project_back(matrix, out, right, subtract=self.residual == "local")
         yield Payload("sum", (factor,))
@@ -140,24 +143,8 @@ class PowerSGD(Compressor):
         n, m = (sum(matrix_shape(p.shape)[axis] * p.state_dtype.itemsize for p in params) for axis in (0, 1))
         return topology.all_reduce(self.rank * n) + topology.all_reduce(self.rank * m)
 
-    def _factor(self, keys: Sequence[str], state: State) -> Tensor:
-        arena = state.arenas["factor"]
-        fresh = [k for k in keys if k not in arena]
-        factor = arena.bind(keys)
-        for key in fresh:
-            m = matrix_shape(state.spec(key).shape)[1]
-            arena[key].copy_(directions(self.rank, m, state.seed, key, arena.device, arena.dtype).reshape(-1))
-        return factor
-
     def _stacks(self, keys: Sequence[str], state: State) -> list[Stack]:
         cache_key = ("stacks", tuple(keys))
         if cache_key not in state.cache:
             state.cache[cache_key] = stacks_of([state.spec(k).shape for k in keys])
         return cast("list[Stack]", state.cache[cache_key])
-
-    def _fallback(self, n: int, state: State) -> Tensor:
-        cache_key = ("fallback", n)
-        if cache_key not in state.cache:
-            arena = state.arenas["factor"]
-            state.cache[cache_key] = directions(self.rank, n, state.seed, "left", arena.device, arena.dtype).mT
-        return cast(Tensor, state.cache[cache_key])

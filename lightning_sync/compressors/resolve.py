@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from lightning_sync.compressors.base import Compressor
-from lightning_sync.compressors.blocks import BlockCodec
 from lightning_sync.compressors.exact import Exact
 from lightning_sync.compressors.feedback import ErrorFeedback
 from lightning_sync.compressors.route import Route, as_route
 
 
 def with_feedback(compressor: Compressor) -> Compressor:
-    """Wrap error feedback around a biased codec; anything else, or what is wrapped already, stays as it is."""
-    if compressor.biased and isinstance(compressor, BlockCodec):
-        return ErrorFeedback(compressor)
-    return compressor
+    """Wrap error feedback around what is biased and can keep what it does not send; the rest stays as it is."""
+    return ErrorFeedback(compressor) if compressor.biased and compressor.remembers else compressor
 
 
 def to_route(compressor: Compressor | Route, *, error_feedback: bool = True) -> Route:

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lightning_sync.checks import check_integer
 from lightning_sync.compressors.base import Compressor
 from lightning_sync.compressors.exact import Exact
 from lightning_sync.state import ParamSpec
@@ -14,13 +15,54 @@ Rule = str | Callable[[ParamSpec], bool]
 
 
 @dataclass(frozen=True)
+class Where:
+    """A rule for `Route`: holds for a parameter for which all of it holds.
+
+    Args:
+        name: Pattern for the parameter's name, as a shell would match it: ``"blocks.*.weight"``.
+        role: Pattern for the class of the module that owns it: ``"Embedding"``, ``"Conv*"``, ``"*Norm*"``.
+        min_numel: Smallest number of elements.
+        max_numel: Largest number of elements; `None`: any.
+        min_dims: Smallest number of axes: 2 leaves vectors out.
+        max_dims: Largest number of axes; `None`: any.
+
+    Raises:
+        ValueError: for a number out of range, or a range that holds nothing.
+
+    Example:
+        >>> from lightning_sync.compressors import BF16, PowerSGD
+        >>> route = Route([(Where(role="Embedding"), BF16()), (Where(min_numel=10_000, max_dims=2), PowerSGD(rank=2))])
+    """
+
+    name: str = "*"
+    role: str = "*"
+    min_numel: int = 0
+    max_numel: int | None = None
+    min_dims: int = 0
+    max_dims: int | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("Where", 0, min_numel=self.min_numel, min_dims=self.min_dims)
+        for option, low in (("max_numel", self.min_numel), ("max_dims", self.min_dims)):
+            if getattr(self, option) is not None:
+                check_integer("Where", low, **{option: getattr(self, option)})
+
+    def __call__(self, param: ParamSpec) -> bool:
+        """Whether it holds for this parameter."""
+        named = fnmatch.fnmatchcase(param.name, self.name) and fnmatch.fnmatchcase(param.role, self.role)
+        sized = self.min_numel <= param.numel and (self.max_numel is None or param.numel <= self.max_numel)
+        dims = len(param.shape)
+        return named and sized and self.min_dims <= dims and (self.max_dims is None or dims <= self.max_dims)
+
+
+@dataclass(frozen=True)
 class Route:
     """An ordered list of rules; the first that matches decides.
 
     Args:
         rules: Pairs of a rule and a compressor (or its name). A rule is a pattern for the parameter's name, as a shell
-            would match it (``"*.weight"``), or a function of its `ParamSpec`. A parameter that no rule matches, or that
-            its compressor does not accept, travels exactly.
+            would match it (``"*.weight"``), a `Where`, or a function of its `ParamSpec`. A parameter that no rule
+            matches, or that its compressor does not accept, travels exactly.
 
     Example:
         >>> from lightning_sync.compressors import BF16, PowerSGD

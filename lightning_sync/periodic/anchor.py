@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -34,7 +35,7 @@ class Fragment:
             dtype = torch.promote_types(dtype, spec.dtype)
         self.params: list[Tensor] = [p for _, p in members]
         self.names = [spec.name for spec, _ in members]
-        self.specs = [ParamSpec(s.name, s.shape, dtype, device) for s, _ in members]
+        self.specs = [replace(s, dtype=dtype, device=device) for s, _ in members]
         self.numel = sum(s.numel for s in self.specs)
         self.buckets = _buckets([s.numel * dtype.itemsize for s in self.specs])
         ends = list(accumulate((s.numel for s in self.specs), initial=0))

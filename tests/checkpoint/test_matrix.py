@@ -18,8 +18,17 @@ COMPRESSORS: dict[str, Any] = {
     "none": None,
     "int8": "int8",
     "powersgd": ls.PowerSGD(rank=2, warmup_steps=1),
+    "acp": ls.AcpSGD(rank=2, warmup_steps=1),
+    "topk": ls.ChunkTopK(ratio=0.1, chunk=256),
 }
-_KEPT = {"none": set(), "int8": {"residual", "owner_residual"}, "powersgd": {"residual", "factor"}}
+_BLOCKS = {"residual", "owner_residual"}
+_KEPT = {
+    "none": set(),
+    "int8": _BLOCKS,
+    "powersgd": {"residual", "factor"},
+    "acp": {"residual", "left", "right"},
+    "topk": _BLOCKS,
+}
 
 
 @dataclass
@@ -93,7 +102,7 @@ def test_strict_goes_on_bit_for_bit(world_size: int, tmp_path: Path) -> None:
     modes = ["strict", "unwrapped", "anchored"]
     for found in run_ranks(matrix, world_size, tmp_path, modes, FULL, init="env", deadline=170):
         assert found == {name: [] for name in found}
-        assert len(found) == 20
+        assert len(found) == 28
 
 
 @pytest.mark.dist

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sync.checkpoint.respread import Gathered, owed
-from lightning_sync.compressors import BF16, BlockInt8, ErrorFeedback, PowerSGD, Route, as_route
+from lightning_sync.compressors import BF16, BlockInt8, ChunkTopK, ErrorFeedback, PowerSGD, RandomBlock, Route, as_route
 from lightning_sync.reducer import Reducer
 from lightning_sync.state import Cover, ParamSpec
 from tests.checkpoint.files import SHAPES, fill, rank_states, reducers
@@ -16,6 +16,8 @@ ROUTES = {
     "int8": as_route(ErrorFeedback(BlockInt8())),
     "int8 in other blocks": as_route(ErrorFeedback(BlockInt8(64))),
     "powersgd": as_route(PowerSGD(rank=2, warmup_steps=0)),
+    "topk": as_route(ErrorFeedback(ChunkTopK(0.1, 256))),
+    "random blocks": as_route(ErrorFeedback(RandomBlock(0.3, 64))),
     "both": Route([("a", PowerSGD(rank=1, warmup_steps=0)), ("*", ErrorFeedback(BlockInt8(64)))]),
 }
 WORLDS = [(0,), (0, 0), (0, 0, 0, 0), (0, 0, 0), (0, 0, 1, 1), (0, 0, 0, 1, 1, 1), (0, 1, 2)]

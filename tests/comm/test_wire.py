@@ -14,7 +14,7 @@ from lightning_sync.comm.groups import make_wires
 from lightning_sync.comm.simulated import combine
 from lightning_sync.comm.topology import Topology
 from lightning_sync.comm.wire import GroupWire
-from lightning_sync.compressors import Compressor, Payload, PowerSGD, registry
+from lightning_sync.compressors import AcpSGD, Compressor, Payload, PowerSGD, registry
 from lightning_sync.compressors.resolve import to_route
 from lightning_sync.reducer import Reducer
 from lightning_sync.testing import make_specs
@@ -116,7 +116,8 @@ SHAPES = {
     "tiny": (2, 2),
 }
 COMPRESSORS: dict[str, Compressor | Any] = {name: registry.build(name) for name in registry} | {
-    "powersgd": PowerSGD(rank=2, warmup_steps=1)
+    "powersgd": PowerSGD(rank=2, warmup_steps=1),
+    "acp": AcpSGD(rank=2, warmup_steps=1),
 }
 NODES = {2: [(0, 1), (0, 0)], 4: [(0, 1, 2, 3), (0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1)]}
 
@@ -188,7 +189,13 @@ WIRE_DTYPES = {
     "fp16": {("all_reduce", torch.float16)},
     "int8": {("all_to_all_single", torch.uint8), *EXACT},  # vectors travel exactly
     "powersgd": EXACT,
+    "acp": EXACT,
+    "topk": {("all_to_all_single", torch.uint8), *EXACT},
+    "random_block": EXACT,
+    "dgc": {("all_to_all_single", torch.uint8), *EXACT},
 }
+# Elements of a block, and its bytes: 1 % and 25 % of 4096 elements, with 2 + 4 bytes each.
+CODES = {"int8": (256, 260), "topk": (4096, 41 * 6), "dgc": (4096, 1024 * 6)}
 
 
 @pytest.mark.dist
@@ -204,12 +211,17 @@ def test_the_tensors_on_the_wire_are_narrow(counted: Counted) -> None:
 def narrow_enough(name: str, step: int, calls: list[Call], elements: int, n: int) -> bool:
     handed = {dtype: sum(c.numel for c in calls if c.dtype == dtype) for dtype in {c.dtype for c in calls}}
     specs = {p.name: p for p in make_specs(SHAPES)}
-    if name == "int8":
-        large = [p for p in specs.values() if len(p.shape) > 1 and p.numel >= 1024]
-        codes = sum(-(-p.numel // 256) * 260 for p in large)
-        vectors = elements - sum(p.numel for p in large)
+    large = [p for p in specs.values() if len(p.shape) > 1 and p.numel >= 1024]
+    vectors = elements - sum(p.numel for p in large)
+    if name in CODES:
+        block, row = CODES[name]
+        codes = sum(-(-p.numel // block) * row for p in large)
         # The exchange holds all blocks once; the gather holds this rank's blocks once per rank.
-        return handed[torch.float32] == vectors and codes < handed[torch.uint8] <= codes * 2 + n * n * 2 * 260
+        return handed[torch.float32] == vectors and codes <= handed[torch.uint8] <= codes * 2 + n * n * 2 * row
+    if name == "random_block":
+        return handed[torch.float32] == vectors + len(large) * 256
+    if name == "acp" and step == 1:
+        return handed[torch.float32] == vectors + sum(2 * p.shape[0] for p in large)
     if name == "powersgd" and step == 1:
         factors = sum(
             2 * (p.shape[0] + p.numel // p.shape[0]) for k, p in specs.items() if k in ("a.weight", "b.weight", "conv")

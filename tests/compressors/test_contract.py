@@ -12,14 +12,21 @@ from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors import (
     BF16,
     FP16,
+    AcpSGD,
     BlockInt8,
+    ChunkTopK,
     Compressor,
     ErrorFeedback,
     Exact,
+    LocalClipping,
+    MomentumCorrection,
     Payload,
     PlainBlocks,
     PowerSGD,
+    RandomBlock,
+    RatioWarmup,
     Reduction,
+    dgc,
     registry,
 )
 from lightning_sync.compressors.random import generator
@@ -44,6 +51,26 @@ BUILT_IN: list[tuple[Compressor, dict[str, Any]]] = [
         PowerSGD(rank=8, warmup_steps=0, min_ratio=1),
         {"shapes": {"long": (4, 2000), "tall": (2000, 4), "square": (64, 64)}},
     ),
+    (AcpSGD(), {}),
+    (AcpSGD(rank=2, warmup_steps=3), {}),
+    (ChunkTopK(), {}),
+    (ErrorFeedback(ChunkTopK()), {}),
+    (ErrorFeedback(ChunkTopK(0.1, 64, "bf16")), {}),
+    (ErrorFeedback(ChunkTopK(0.1, 64, "int8", "gather")), {}),
+    (ErrorFeedback(ChunkTopK(0.1, 300, "2bit", recall=1)), {}),
+    (ErrorFeedback(ChunkTopK(1 / 64, 64, "2bit", "gather"), decay=0.95), {"telescopes": False}),
+    (RandomBlock(0.3, 16), {}),
+    (RandomBlock(0.3, 16, BlockInt8(8), unbiased=True), {}),
+    (ErrorFeedback(RandomBlock(0.3, 16)), {}),
+    (ErrorFeedback(RandomBlock(0.3, 33, BlockInt8(16))), {}),
+    (ErrorFeedback(RandomBlock(0.3, 64, ChunkTopK(0.2, 64, pattern="gather"))), {}),
+    (ErrorFeedback(RandomBlock(0.3, 64, BF16())), {"telescopes": False}),  # what a cast rounds off is not kept
+    (dgc(), {"telescopes": False}),  # momentum delivers more than the gradient
+    (MomentumCorrection(ChunkTopK(0.1, 64), momentum=0), {}),
+    (MomentumCorrection(RandomBlock(0.3, 64, BlockInt8(16))), {"telescopes": False}),
+    (ErrorFeedback(RatioWarmup(RandomBlock(0.01, 16))), {}),
+    (LocalClipping(ErrorFeedback(ChunkTopK(0.1, 64)), max_norm=1e6), {}),
+    (ErrorFeedback(LocalClipping(ChunkTopK(0.1, 64))), {"telescopes": False}),
 ]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_sync.comm.simulated import SimulatedWorld
-from lightning_sync.compressors import BlockInt8, ErrorFeedback, PowerSGD
+from lightning_sync.compressors import AcpSGD, BlockInt8, ChunkTopK, ErrorFeedback, PowerSGD
 from lightning_sync.state import ParamSpec
 
 SPECS = [ParamSpec(n, (64, 48), torch.float64, torch.device("cpu")) for n in ("a", "b")]
@@ -20,6 +20,12 @@ SPECS = [ParamSpec(n, (64, 48), torch.float64, torch.device("cpu")) for n in ("a
         BlockInt8(),
         PowerSGD(rank=2, warmup_steps=0),
         PowerSGD(rank=2, warmup_steps=0, residual="aggregate"),
+        AcpSGD(rank=2, warmup_steps=0),
+        AcpSGD(rank=2, warmup_steps=1),
+        *(
+            ErrorFeedback(ChunkTopK(0.1, 64, value, pattern))
+            for value, pattern in (("fp32", "exchange"), ("fp32", "gather"), ("bf16", "exchange"), ("2bit", "gather"))
+        ),
     ],
     ids=repr,
 )
