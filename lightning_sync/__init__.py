@@ -3,7 +3,16 @@
 Importing the package registers its strategies by name, so that ``Trainer(strategy="strict")`` works. It starts nothing.
 """
 
-from lightning_sync.aggregators import Aggregator, Mean
+from lightning_sync.aggregators import (
+    Adasum,
+    Aggregator,
+    MajorityVote,
+    Mean,
+    Median,
+    ParameterAggregator,
+    Sum,
+    TrimmedMean,
+)
 from lightning_sync.compressors import (
     BF16,
     FP16,
@@ -43,6 +52,7 @@ __all__ = [
     "BF16",
     "FP16",
     "AcpSGD",
+    "Adasum",
     "Aggregator",
     "BlockInt8",
     "ChunkTopK",
@@ -54,10 +64,13 @@ __all__ = [
     "Growing",
     "HybridStrategy",
     "LocalClipping",
+    "MajorityVote",
     "Mean",
+    "Median",
     "MomentumCorrection",
     "Nesterov",
     "NonFiniteError",
+    "ParameterAggregator",
     "Period",
     "PowerSGD",
     "QuadraticRule",
@@ -67,6 +80,8 @@ __all__ = [
     "Seconds",
     "SlowMo",
     "StrictStrategy",
+    "Sum",
+    "TrimmedMean",
     "UnwrappedStrategy",
     "Where",
     "WirePrecision",

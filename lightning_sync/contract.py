@@ -115,11 +115,14 @@ def require(ok: bool, text: str) -> None:
         raise AssertionError(text)
 
 
-def check_dataclass(compressor: Compressor) -> None:
+def check_dataclass(compressor: object) -> None:
     """Hyper-parameters only, comparable and copyable."""
     kind = type(compressor)
     frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
-    require(frozen, f"{kind.__name__} must be a frozen dataclass: whatever changes belongs into the State of init.")
+    require(
+        frozen,
+        f"{kind.__name__} must be a frozen dataclass: it holds constants only.",
+    )
     require(copy.deepcopy(compressor) == compressor, f"a copy of {compressor!r} must be equal to it.")
 
 
@@ -246,7 +249,7 @@ def check_bytes(bench: Bench) -> None:
     for nodes in LAYOUTS[bench.world_size]:
         for rank in range(bench.world_size):
             topology = Topology(rank, nodes)
-            counted = sum((_cost(sent[rank], topology) for sent in world.sent), Bytes())
+            counted = sum((payload_bytes(sent[rank], topology) for sent in world.sent), Bytes())
             predicted = bench.compressor.wire_bytes(specs, topology, bench.step)
             bench.fail(
                 counted == predicted,
@@ -361,7 +364,7 @@ def _layout(payload: Payload) -> tuple[object, ...]:
     return payload.pattern, payload.splits, tuple((t.dtype, tuple(t.shape[skip:])) for t in payload.tensors)
 
 
-def _cost(payload: Payload, topology: Topology) -> Bytes:
+def payload_bytes(payload: Payload, topology: Topology) -> Bytes:
     """What the wire counts for one payload."""
     if payload.pattern == "sum":
         return sum((topology.all_reduce(t.nbytes) for t in payload.tensors), Bytes())

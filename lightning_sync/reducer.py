@@ -96,7 +96,7 @@ class _Served:
 
 
 class Reducer:
-    """Reduces gradients, or any tensors that belong to parameters, to their mean over the ranks.
+    """Reduces gradients, or any tensors that belong to parameters, to one over the ranks: their mean, by default.
 
     Args:
         params: All parameters that will be reduced, in registration order.
@@ -122,10 +122,11 @@ class Reducer:
         self.route = route
         self.aggregator = aggregator or Mean()
         self.step = 0
-        assigned = route.assign(self.params)
-        check_aggregates(self.aggregator, [c for c, _ in assigned])
-        self._shares = Shares.plan(assigned, wires.intra.topology) if wires.intra is not None else None
+        assigned = [(carrier(c, self.aggregator), members) for c, members in route.assign(self.params)]
+        whole = not self.aggregator.coordinate_wise
+        self._shares = Shares.plan(assigned, wires.intra.topology, whole=whole) if wires.intra is not None else None
         outer = wires.inter or wires.world
+        self._rank_shares = torch.full((wires.world.size,), 1 / wires.world.size, dtype=torch.float64)
         self._served: list[_Served] = []
         self._serves: dict[str, int] = {}
         for i, (compressor, members) in enumerate(assigned):
@@ -133,14 +134,23 @@ class Reducer:
             state = compressor.init(mine)
             state.rank, state.world_size, state.seed = outer.rank, outer.size, seed
             state.share = 1.0 if self._shares is not None else 1.0 / outer.size
-            state.combine = self.aggregator.combine
+            state.aggregator = self.aggregator
             self._served.append(_Served(compressor, state))
             self._serves.update((p.name, i) for p in members)
         self._buckets: dict[tuple[str, ...], list[tuple[_Served, list[int]]]] = {}
         self._plans: dict[tuple[str, ...], TwoLevelPlan] = {}
 
+    def count_once(self, replicas: Sequence[Sequence[int]]) -> None:
+        """Let the ranks of a replica, which send the same, be one contribution to an aggregator that is no sum."""
+        if self.aggregator.linear or self._shares is not None or all(len(ranks) == 1 for ranks in replicas):
+            return
+        self._rank_shares = torch.zeros(self.wires.world.size, dtype=torch.float64)
+        self._rank_shares[[ranks[0] for ranks in replicas]] = 1 / len(replicas)
+        for state in self.states():
+            state.shares, state.share = self._rank_shares, float(self._rank_shares[state.rank])
+
     def reduce(self, names: Sequence[str], tensors: Sequence[Tensor], unused: Sequence[str] = ()) -> None:
-        """Replace every tensor by the mean over the ranks (collective: same names, same order, on all ranks).
+        """Replace every tensor by the result over the ranks (collective: same names, same order, on all ranks).
 
         Args:
             names: Parameters of this bucket.
@@ -194,7 +204,7 @@ class Reducer:
 
         for place, results in drive_each(runs(), self.wires.world):
             for targets, result in zip(under_way.pop(place), results, strict=True):
-                _write(targets, result)
+                self._write(targets, result)
             yield place
 
     def any(self, flags: Tensor) -> Tensor:
@@ -207,13 +217,13 @@ class Reducer:
         """What a rank (this one by default) sends in one step; step `None`: after any warm-up of the compressors."""
         world = self.wires.world.topology
         view = world if rank is None else Topology(rank, world.nodes)
-        if self._shares is None:
-            return sum((s.compressor.wire_bytes(s.state.params, view, step) for s in self._served), Bytes())
-        place = view.intra().rank
-        total = self._shares.intra_bytes(view.intra())
-        for served, members in zip(self._served, self._shares.members, strict=True):
-            pieces = self._shares.pieces(members, place)
-            total = total + served.compressor.wire_bytes(pieces, view.inter(), step)
+        pieces: list[Sequence[ParamSpec]] = [s.state.params for s in self._served]
+        total, outer = Bytes(), view
+        if self._shares is not None:
+            total, outer = self._shares.intra_bytes(view.intra()), view.inter()
+            pieces = [self._shares.pieces(members, view.intra().rank) for members in self._shares.members]
+        for served, params in zip(self._served, pieces, strict=True):
+            total += served.compressor.wire_bytes(params, outer, step) + self.aggregator.wire_bytes(len(params), outer)
         return total
 
     def interface_bytes(self, step: int | None = None) -> int:
@@ -284,7 +294,13 @@ class Reducer:
         bucket = self._bucket(tuple(names))
         runs = self._runs(bucket, names, tensors)
         for (_, members), result in zip(bucket, drive(runs, self.wires.world), strict=True):
-            _write([tensors[i] for i in members], result)
+            self._write([tensors[i] for i in members], result)
+
+    def _write(self, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        _copy(tensors, results)
+        gain = self.aggregator.gain(self._rank_shares)
+        if gain != 1:
+            torch._foreach_mul_(list(tensors), gain)
 
     def _runs(
         self, bucket: Sequence[tuple[_Served, list[int]]], names: Sequence[str], tensors: Sequence[Tensor]
@@ -314,7 +330,7 @@ class Reducer:
             for i, members in bucket.items()
         ]
         for members, result in zip(bucket.values(), drive(runs, self.wires.inter), strict=True):
-            _write([owned[j] for j in members], result)
+            self._write([owned[j] for j in members], result)
         drive([plan.gather(owned, tensors)], self.wires.intra)
 
     def _bucket(self, names: tuple[str, ...]) -> list[tuple[_Served, list[int]]]:
@@ -326,18 +342,36 @@ class Reducer:
         return self._buckets[names]
 
 
-def check_aggregates(aggregator: Aggregator, compressors: Sequence[Compressor]) -> None:
-    """An aggregator other than the mean has to see every contribution."""
-    if not aggregator.linear:
-        deaf = sorted({type(c).__name__ for c in compressors if not c.aggregates})
-        if deaf:
-            raise ValueError(
-                f"aggregator={aggregator!r} needs every rank's contribution, but {', '.join(deaf)} is summed on the "
-                "wire. Use a compressor that exchanges blocks, such as 'int8', or aggregator='mean'."
-            )
+def carrier(compressor: Compressor, aggregator: Aggregator) -> Compressor:
+    """The compressor that carries contributions to this aggregator in the place of `compressor`.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    found = carried(compressor, aggregator)
+    if found is None:
+        raise ValueError(
+            f"aggregator={aggregator!r} needs {_needs(aggregator)}, which {compressor!r} does not hand over. "
+            "Use a compressor that exchanges blocks, such as 'int8', none at all, or aggregator='mean'."
+        )
+    return found
 
 
-def _write(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+def carried(compressor: Compressor, aggregator: Aggregator) -> Compressor | None:
+    """As `carrier`, but `None` if there is none."""
+    if aggregator.linear:
+        return compressor
+    exchanged = compressor.exchanged()
+    if exchanged is None or not (exchanged.aggregates and (aggregator.coordinate_wise or exchanged.by_parameter)):
+        return None
+    return exchanged
+
+
+def _needs(aggregator: Aggregator) -> str:
+    return "every rank's contribution" + ("" if aggregator.coordinate_wise else " to whole parameters")
+
+
+def _copy(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
     pairs = [(t, r) for t, r in zip(tensors, results, strict=True) if t is not r]
     if pairs:
         torch._foreach_copy_([t for t, _ in pairs], [r for _, r in pairs])

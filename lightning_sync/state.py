@@ -8,9 +8,10 @@ names out contiguously, and moves the values along when the list changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -178,6 +179,21 @@ class Arena:
             self._views[name].copy_(value.view(-1))
 
 
+class Combiner(Protocol):
+    """What a state knows of an aggregator; see `lightning_sync.aggregators.Aggregator`."""
+
+    linear: ClassVar[bool]
+
+    def combine(self, rows: Tensor, shares: Tensor) -> Tensor:
+        """``[N, n]`` becomes ``[n]``."""
+
+    def reduce(self, rows: Tensor, shares: Tensor, counts: Sequence[int]) -> Generator[Any, Any, Tensor]:
+        """``[N, blocks, block]`` becomes ``[blocks, block]``, in rounds of payloads."""
+
+    def gain(self, shares: Tensor) -> float:
+        """Factor of the result."""
+
+
 @dataclass
 class State:
     """What one compressor remembers on one rank, and the facts of the step it may read.
@@ -191,7 +207,9 @@ class State:
         share: This rank's weight over the sum of all weights, 1/N by default. A compressor multiplies its input by
             `share` before anything else: contributions then *sum* to the mean, and what is left over is kept in
             units of the mean, so that it stays right when weights or the number of ranks change.
-        combine: Turns N contributions to the same elements, `[N, n]`, into the result, `[n]`.
+        shares: The shares of all ranks of the group, `[N]` in float64 on the CPU; `None`: 1/N each. Ranks with 0 take
+            no part in this step.
+        aggregator: Turns N contributions to the same elements into one; `None`: the mean. Use `combine` or `aggregate`.
         arenas: Named tensors by kind, such as ``"residual"``.
         lazy: How `declare` makes the arenas whose sizes depend on `rank` and `world_size`, which are set after
             `Compressor.init`.
@@ -207,11 +225,49 @@ class State:
     seed: int = 0
     step: int = 0
     share: float = 1.0
-    combine: Callable[[Tensor], Tensor] = field(default=lambda rows: rows.sum(0), repr=False)
+    shares: Tensor | None = None
+    aggregator: Combiner | None = None
     arenas: dict[str, Arena] = field(default_factory=dict, repr=False)
     lazy: dict[str, Callable[[State], Arena]] = field(default_factory=dict, repr=False)
     undelivered: dict[str, Callable[[State, str], Cover]] = field(default_factory=dict, repr=False)
     cache: dict[object, object] = field(default_factory=dict, repr=False)
+
+    @property
+    def all_shares(self) -> Tensor:
+        """The shares of all ranks, `[N]` in float64 on the CPU."""
+        if self.shares is not None:
+            return self.shares
+        if "equal_shares" not in self.cache:
+            self.cache["equal_shares"] = torch.full((self.world_size,), 1 / self.world_size, dtype=torch.float64)
+        return self.cache["equal_shares"]  # type: ignore[return-value]
+
+    @property
+    def left_out(self) -> bool:
+        """Whether what this rank sends now reaches nobody, so that whatever it owes has to wait.
+
+        A rank of share 0 has no contribution. A mean still adds up what it owes; other aggregators leave its row out.
+        """
+        if self.shares is None or self.aggregator is None or self.aggregator.linear:
+            return False
+        return float(self.shares[self.rank]) == 0
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Turn N contributions to the same elements, `[N, n]`, into the result, `[n]`; rows may be overwritten.
+
+        Only for aggregators that treat every element by itself; see `aggregate`.
+        """
+        return rows.sum(0) if self.aggregator is None else self.aggregator.combine(rows, self.all_shares)
+
+    def aggregate(self, rows: Tensor, counts: Sequence[int]) -> Generator[Any, Any, Tensor]:
+        """As `combine` for blocks of several parameters, `[N, blocks, block]`, in rounds of payloads if need be.
+
+        Args:
+            rows: What each rank sent of the blocks that this rank owns; may be overwritten.
+            counts: How many of the blocks belong to each parameter of the bucket, in order.
+        """
+        if self.aggregator is None:
+            return rows.sum(0)
+        return (yield from self.aggregator.reduce(rows, self.all_shares, counts))
 
     def spec(self, key: str) -> ParamSpec:
         """The parameter that `key` names."""

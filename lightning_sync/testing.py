@@ -1,18 +1,26 @@
-"""Contract checks for compressors: run them on your own, without a process group.
+"""Contract checks for compressors and aggregators: run them on your own, without a process group.
 
 Example:
-    A whole test module for a compressor of another package::
+    A whole test module for a compressor and an aggregator of another package::
 
-        from lightning_sync.testing import check_compressor
+        from lightning_sync.testing import check_aggregator, check_compressor
 
         def test_my_compressor():
             check_compressor(MyCompressor(ratio=0.1))
+
+        def test_my_aggregator():
+            check_aggregator(MyAggregator())
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from torch import Tensor
+
+from lightning_sync import aggregator_contract
+from lightning_sync.aggregator_contract import Ranks, shares_to_try
+from lightning_sync.aggregators.base import Aggregator
 from lightning_sync.comm.topology import Topology
 from lightning_sync.compressors.base import Compressor
 from lightning_sync.compressors.blocks import BlockCodec
@@ -30,7 +38,7 @@ from lightning_sync.contract import (
     undelivered,
 )
 
-__all__ = ["SHAPES", "check_compressor", "make_specs", "undelivered"]
+__all__ = ["SHAPES", "check_aggregator", "check_compressor", "make_specs", "undelivered"]
 
 SHAPES: Mapping[str, tuple[int, ...]] = {
     "matrix": (48, 40),
@@ -104,3 +112,53 @@ def check_compressor(
             check_buckets(bench, bitwise_buckets)
             if telescopes:
                 check_telescoping(bench)
+
+
+def check_aggregator(
+    aggregator: Aggregator,
+    *,
+    reference: Callable[[Tensor, Tensor], Tensor] | None = None,
+    symmetric: bool = True,
+    keeps_equal: bool = True,
+    sizes: Iterable[int] = (1, 2, 3, 4, 5, 8),
+    seed: int = 0,
+) -> None:
+    """Check the whole aggregator contract in one process, in a second or two.
+
+    Checked for float32 and float64, with equal and unequal shares, and with ranks of share 0:
+
+    * it is a frozen dataclass that can be copied;
+    * rows ``[N, n]`` become ``[n]`` of the same dtype, the same bits for the same input; zeros stay zeros;
+    * ranks of share 0 are left out, whatever their rows hold, and not counted as zeros;
+    * NaN of a rank that takes part stays visible; elements do not influence each other (unless `coordinate_wise` is
+      False);
+    * between 2, 3 and 4 simulated ranks, every parameter of a bucket becomes what `combine` makes of it alone, the same
+      bits on all ranks, and `wire_bytes` is what a counted wire counts, uncompressed and compressed.
+
+    Args:
+        aggregator: What to check, with its options.
+        reference: What it computes, in plain torch: from contributions ``[M, n]`` (float64, of the ranks that take
+            part, not multiplied by their shares) and shares ``[M]`` to ``[n]``.
+        symmetric: Whether the order of ranks does not matter.
+        keeps_equal: Whether equal contributions return themselves, whatever the shares.
+        sizes: Numbers of ranks to try `combine` with.
+        seed: Seed of the random contributions.
+
+    Raises:
+        AssertionError: with a sentence that says what is broken, and for which shares.
+    """
+    check_dataclass(aggregator)
+    for size in sizes:
+        for shares in shares_to_try(size):
+            ranks = Ranks(aggregator, shares, seed)
+            for check in aggregator_contract.EVERY:
+                check(ranks)
+            if reference is not None:
+                aggregator_contract.check_reference(ranks, reference)
+            if symmetric:
+                aggregator_contract.check_order(ranks)
+            if keeps_equal:
+                aggregator_contract.check_equal(ranks)
+    for size in (2, 3, 4):
+        aggregator_contract.check_exchange(aggregator, size, seed)
+        aggregator_contract.check_bytes(aggregator, size, seed)

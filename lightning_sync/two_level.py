@@ -18,6 +18,23 @@ from lightning_sync.compressors.base import Compressor, Payload, Reduction
 from lightning_sync.state import ParamSpec
 
 
+def levels(asked: bool | None, *, linear: bool, nodes_are_replicas: bool = False) -> bool | None:
+    """Whether to reduce on two levels, as asked (`None`: where it is worthwhile), if the aggregator allows it.
+
+    Raises:
+        ValueError: if it is asked for with an aggregator that is no sum, over ranks that differ.
+    """
+    if linear or nodes_are_replicas:  # ranks that hold one copy of the trajectory send the same: their sum is it
+        return asked
+    if asked:
+        raise ValueError(
+            "two_level=True adds up what the ranks of a node send before the aggregator sees it: a median, say, would "
+            "be one of nodes' sums, which one bad rank spoils. Leave two_level out, or let the ranks of a node be one "
+            "replica (strategy='hierarchical')."
+        )
+    return False
+
+
 @dataclass(frozen=True)
 class Shares:
     """Which part of every parameter belongs to which local rank. A function of the parameters alone, not of buckets.
@@ -35,13 +52,18 @@ class Shares:
     cuts: dict[str, tuple[ParamSpec | None, ...]]
 
     @classmethod
-    def plan(cls, assigned: Sequence[tuple[Compressor, Sequence[ParamSpec]]], intra: Topology) -> Shares:
-        """Cut every parameter at multiples of its compressor's alignment, or deal whole ones out by size."""
+    def plan(
+        cls, assigned: Sequence[tuple[Compressor, Sequence[ParamSpec]]], intra: Topology, *, whole: bool = False
+    ) -> Shares:
+        """Cut every parameter at multiples of its compressor's alignment, or deal whole ones out by size.
+
+        `whole`: all of them, for an aggregator that needs sums over whole parameters.
+        """
         size = intra.size
         cuts: dict[str, tuple[ParamSpec | None, ...]] = {}
         load = [0] * size
         for compressor, params in assigned:
-            if compressor.alignment is None:
+            if whole or compressor.alignment is None:
                 for param in sorted(params, key=lambda p: -p.numel):  # largest first: even loads
                     place = load.index(min(load))
                     load[place] += param.numel

@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The core serves Fabric, a plain loop, or anything else: it imports torch, never Lightning or Hydra.
 CORE = (
+    "aggregator_contract",
     "aggregators",
     "checks",
     "checkpoint",
@@ -38,9 +39,9 @@ CORE = (
     "validity",
 )
 OUTSIDE = ("lightning", "pytorch_lightning", "lightning_fabric", "hydra", "omegaconf")
-# Inside the core: compressors know state and the arithmetic of bytes, aggregators nothing, the wire no strategy.
+# Inside the core: compressors know state and the arithmetic of bytes, aggregators payloads, the wire no strategy.
 ONLY = {
-    "aggregators": ("aggregators", "registry"),
+    "aggregators": ("aggregators", "comm.topology", "compressors.base", "registry"),
     "checkpoint": ("checkpoint", "reducer", "state"),
     "comm": ("comm", "compressors.base", "state"),
     "compressors": ("checks", "comm.topology", "compressors", "registry", "state"),

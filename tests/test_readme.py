@@ -8,8 +8,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
+from lightning_sync import aggregators
 from lightning_sync.compressors.resolve import to_route
-from lightning_sync.validity import table
+from lightning_sync.validity import aggregator_table, table
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
@@ -69,3 +70,9 @@ def test_a_third_partys_compressor_is_a_short_file_and_a_yaml(tmp_path: Path, mo
 
 def test_the_table_of_what_composes_is_current() -> None:
     assert table() in README
+    assert aggregator_table() in README
+
+
+def test_every_aggregator_has_a_row_that_says_what_it_computes() -> None:
+    for name in aggregators.registry:
+        assert len(re.findall(rf"^\| `{name}` \| .+ \| .+ \| 1[.\d]* \|$", README, re.MULTILINE)) == 1, name

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sync.aggregators import Aggregator
+from lightning_sync.aggregators import Adasum, Median
 from lightning_sync.comm.counters import Counters
 from lightning_sync.comm.groups import Wires, make_group_wire, make_wires
 from lightning_sync.comm.simulated import SimulatedWorld
@@ -14,12 +14,14 @@ from lightning_sync.comm.topology import Topology
 from lightning_sync.comm.wire import GroupWire
 from lightning_sync.compressors import (
     BF16,
+    FP16,
     AcpSGD,
     BlockInt8,
     ChunkTopK,
     ErrorFeedback,
     MomentumCorrection,
     Payload,
+    PlainBlocks,
     PowerSGD,
     RandomBlock,
     Reduction,
@@ -290,13 +292,22 @@ def test_state_of_another_model_is_refused() -> None:
 
 
 def test_an_aggregator_that_needs_every_contribution_refuses_sums() -> None:
-    class Median(Aggregator):
-        def combine(self, rows: Tensor) -> Tensor:
-            return rows.median(0).values * len(rows)
-
-    with pytest.raises(ValueError, match=r"needs every rank's contribution, but Exact, PowerSGD is summed on the wire"):
+    with pytest.raises(ValueError, match=r"Median\(\) needs every rank's contribution, which PowerSGD.* does not hand"):
         Reducer(make_specs(SHAPES), as_route(PowerSGD()), alone(), Median())
-    Reducer(make_specs({"a": (40, 30)}), as_route(BlockInt8()), alone(), Median())
+    with pytest.raises(ValueError, match=r"Median\(\) needs every rank's contribution, which FP16\(\) does not hand"):
+        Reducer(make_specs(SHAPES), as_route(FP16()), alone(), Median())
+    reducer = Reducer(make_specs(SHAPES), as_route(BlockInt8()), alone(), Median())
+    assert reducer.compressor_of("a") == BlockInt8()
+    assert reducer.compressor_of("a.bias") == PlainBlocks(), "what is too small to compress is exchanged as it is"
+
+
+def test_an_aggregator_of_whole_parameters_refuses_compressors_that_do_not_tell_them_apart() -> None:
+    class Deaf(BlockInt8):
+        by_parameter = False
+
+    with pytest.raises(ValueError, match=r"needs every rank's contribution to whole parameters, which .*Deaf\("):
+        Reducer(make_specs(SHAPES), as_route(Deaf()), alone(), Adasum())
+    Reducer(make_specs(SHAPES), as_route(Deaf()), alone(), Median())
 
 
 def test_dense_bytes_are_what_a_ring_would_have_sent() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_sync.compressors.base import Compressor, Payload, Reduction
-from lightning_sync.state import ParamSpec, State
+from lightning_sync.state import Combiner, ParamSpec, State
 
 
 def combine(payloads: Sequence[Payload]) -> list[Payload]:
@@ -45,6 +45,7 @@ class SimulatedWorld:
         world_size: N.
         seed: Seed of the compressors' private generators.
         record: Keep copies of everything that is sent, in `sent`.
+        aggregator: How contributions become one; `None`: the mean.
 
     Attributes:
         states: One `State` per rank.
@@ -57,6 +58,7 @@ class SimulatedWorld:
     world_size: int
     seed: int = 0
     record: bool = False
+    aggregator: Combiner | None = None
 
     def __post_init__(self) -> None:
         self.states: list[State] = []
@@ -66,7 +68,13 @@ class SimulatedWorld:
             state = self.compressor.init(self.params)
             state.rank, state.world_size, state.seed = rank, self.world_size, self.seed
             state.share = 1 / self.world_size
+            state.aggregator = self.aggregator
             self.states.append(state)
+
+    def set_shares(self, shares: Sequence[float]) -> None:
+        """Give every rank another share than 1/N from now on; they add up to 1."""
+        for state, share in zip(self.states, shares, strict=True):
+            state.share, state.shares = share, torch.tensor(shares, dtype=torch.float64)
 
     def reduce(self, tensors: Sequence[Sequence[Tensor]], keys: Sequence[str] | None = None) -> list[Sequence[Tensor]]:
         """Reduce `tensors[rank][parameter]`; inputs are left alone. Returns the result of every rank."""
@@ -85,7 +93,8 @@ class SimulatedWorld:
                 try:
                     sent.append(next(run) if answer is None else run.send(answer))
                 except StopIteration as stop:
-                    results.append([t.clone() for t in stop.value])
+                    gain = 1.0 if self.aggregator is None else self.aggregator.gain(self.states[0].all_shares)
+                    results.append([t * gain for t in stop.value])
             if sent:
                 if self.record:
                     self.sent.append([replace(p, tensors=tuple(t.clone() for t in p.tensors)) for p in sent])

@@ -8,6 +8,7 @@ from lightning_sync.compressors.dgc import LocalClipping, MomentumCorrection, Ra
 from lightning_sync.compressors.exact import Exact
 from lightning_sync.compressors.feedback import ErrorFeedback
 from lightning_sync.compressors.int8 import BlockInt8
+from lightning_sync.compressors.plain import PlainBlocks
 from lightning_sync.compressors.powersgd import PowerSGD
 from lightning_sync.compressors.randomblock import RandomBlock
 from lightning_sync.compressors.route import Route, Where, as_route
@@ -43,6 +44,7 @@ __all__ = [
     "LocalClipping",
     "MomentumCorrection",
     "Payload",
+    "PlainBlocks",
     "PowerSGD",
     "RandomBlock",
     "RatioWarmup",

@@ -51,8 +51,11 @@ class Compressor(ABC):
             around it by default, and the log says so.
         alignment: A parameter may be cut at multiples of this many elements and its parts reduced by different
             ranks; `None` when it needs whole parameters. Used by the two-level reduction.
-        aggregates: Whether it hands all N contributions to the aggregator (``"exchange"``), so that aggregators other
-            than the mean can be used with it.
+        aggregates: Whether it hands all N contributions to every element to the aggregator (``"exchange"``,
+            ``"gather"``; `State.combine`), so that aggregators other than the mean can be used with it. False for what
+            leaves out elements: those that a rank did not send would count as zeros.
+        by_parameter: Whether it also tells which elements belong to which parameter (`State.aggregate`), for
+            aggregators that need sums over whole parameters.
         remembers: Whether it can keep what it does not send, by `remember` and `reduce_late`. `ErrorFeedback` and the
             other wrappers with a memory need that.
 
@@ -62,6 +65,7 @@ class Compressor(ABC):
     biased: ClassVar[bool] = False
     alignment: int | None = 1
     aggregates: ClassVar[bool] = False
+    by_parameter: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
 
     @abstractmethod
@@ -109,3 +113,12 @@ class Compressor(ABC):
     def accepts(self, param: ParamSpec) -> bool:
         """Whether this parameter is worth compressing; the others travel exactly."""
         return True
+
+    def exchanged(self) -> Compressor | None:
+        """What takes its place under an aggregator that has to see every rank's contribution.
+
+        Returns:
+            Itself, where it hands them over; another compressor that sends the same number format; or `None`, where it
+            only works as a sum on the wire.
+        """
+        return self if self.aggregates else None

@@ -33,6 +33,7 @@ class BlockCodec(Compressor):
     block: int
     aggregates = True
     remembers = True
+    by_parameter = True
 
     @property
     def alignment(self) -> int:  # type: ignore[override]
@@ -89,7 +90,7 @@ class BlockCodec(Compressor):
         blocks = torch.zeros(plan.rows, self.block, dtype=plan.dtype, device=tensors[0].device)
         torch._foreach_add_(plan.views(blocks), list(tensors), alpha=state.share)
         owned = yield plan.exchange(self.encode(blocks))
-        combined = state.combine(self.decode(owned.tensors, plan.dtype).flatten(1)).view(-1, self.block)
+        combined = yield from state.aggregate(self.decode(owned.tensors, plan.dtype), plan.counts)
         everything = yield plan.gather(self.encode(combined))
         return self.write(plan.restore(everything.tensors), plan, tensors)
 
@@ -98,12 +99,16 @@ class BlockCodec(Compressor):
         plan = block_plan(self.block, keys, state)
         # The residual is the work buffer: it becomes x, then x - C(x), without another copy of the gradient.
         residual = worker_residual(self.block, keys, state)
-        fade_(residual, decay)
-        torch._foreach_add_(plan.views(residual), list(tensors), alpha=state.share)
-        owned = yield plan.exchange(self.encode_rest_(residual))
+        if state.left_out:
+            code = self.encode(residual)  # read by nobody; the other ranks wait for something of this size
+        else:
+            fade_(residual, decay)
+            torch._foreach_add_(plan.views(residual), list(tensors), alpha=state.share)
+            code = self.encode_rest_(residual)
+        owned = yield plan.exchange(code)
         late = owner_residual(self.block, keys, state)
         fade_(late, decay)
-        late.add_(state.combine(self.decode(owned.tensors, plan.dtype).flatten(1)).view_as(late))
+        late.add_((yield from state.aggregate(self.decode(owned.tensors, plan.dtype), plan.counts)))
         everything = yield plan.gather(self.encode_rest_(late))
         return self.write(plan.restore(everything.tensors), plan, tensors)
 
@@ -114,7 +119,7 @@ class BlockCodec(Compressor):
     @override
     def wire_bytes(self, params: Sequence[ParamSpec], topology: Topology, step: int | None = None) -> Bytes:
         rows = sum(_rows(p.numel, self.block) for p in params)
-        owned = [_owned(rows, rank, topology.size) * self.row_bytes() for rank in range(topology.size)]
+        owned = [owned_rows(rows, rank, topology.size) * self.row_bytes() for rank in range(topology.size)]
         return topology.all_to_all(owned) + topology.all_gather(owned[topology.rank])
 
 
@@ -130,7 +135,8 @@ def _rows(numel: int, block: int) -> int:
     return -(-numel // block)
 
 
-def _owned(rows: int, rank: int, world_size: int) -> int:
+def owned_rows(rows: int, rank: int, world_size: int) -> int:
+    """How many of the first `rows` blocks belong to a rank."""
     return len(range(rank, rows, world_size))
 
 
@@ -145,7 +151,10 @@ def cache_rows(blocks: Tensor) -> int:
 
 @dataclass
 class BlockPlan:
-    """Where the blocks of one bucket lie, and who owns which: computed once per bucket, reused every step."""
+    """Where the blocks of one bucket lie, and who owns which: computed once per bucket, reused every step.
+
+    `counts` says how many blocks of each parameter this rank owns, in the bucket's order.
+    """
 
     block: int
     dtype: torch.dtype
@@ -156,7 +165,7 @@ class BlockPlan:
     inverse: Tensor
     splits: tuple[int, ...]
     rank: int
-    owned_keys: list[str]
+    counts: tuple[int, ...]
     _places: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def places(self, starts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -230,7 +239,7 @@ def _make_plan(block: int, keys: Sequence[str], state: State) -> BlockPlan:
         inverse=inverse.to(device),
         splits=splits,
         rank=state.rank,
-        owned_keys=list(keys),
+        counts=tuple(int((part == state.rank).sum()) for part in owner.split(rows)),
     )
 
 

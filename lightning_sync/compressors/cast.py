@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.base import Compressor, Payload, Reduction
 from lightning_sync.compressors.flat import as_flat, flatten, unflatten
+from lightning_sync.compressors.plain import PlainBlocks
 from lightning_sync.state import ParamSpec, State
 
 
@@ -49,6 +50,10 @@ class BF16(_Cast):
     """bfloat16 on the wire: float32's range, 8 bits of precision (relative rounding error at most 2^-8)."""
 
     dtype = torch.bfloat16
+
+    @override
+    def exchanged(self) -> Compressor:
+        return PlainBlocks(dtype=self.dtype)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ class MomentumCorrection(Remembering):
 
     @override
     def reduce(self, keys: Sequence[str], tensors: Sequence[Tensor], state: State) -> Reduction:
+        if state.left_out:  # what is sent now reaches nobody: velocities wait as residuals do
+            return (yield from self.inner.reduce_late(keys, tensors, state, 1.0))
         sizes = [t.numel() for t in tensors]
         velocity = state.arenas["velocity"].bind(keys)
         views = [v.view(t.shape) for v, t in zip(velocity.split(sizes), tensors, strict=True)]

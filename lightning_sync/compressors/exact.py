@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.base import Compressor, Payload, Reduction
 from lightning_sync.compressors.flat import as_flat, flatten, unflatten
+from lightning_sync.compressors.plain import PlainBlocks
 from lightning_sync.state import ParamSpec, State
 
 
@@ -37,3 +38,7 @@ class Exact(Compressor):
     @override
     def wire_bytes(self, params: Sequence[ParamSpec], topology: Topology, step: int | None = None) -> Bytes:
         return topology.all_reduce(sum(p.numel * p.dtype.itemsize for p in params))
+
+    @override
+    def exchanged(self) -> Compressor:
+        return PlainBlocks()

@@ -34,6 +34,11 @@ class ErrorFeedback(Remembering):
     2019, DoubleSqueeze.) A block with inf or NaN makes this step's result non-finite, as it would without compression,
     and its residual starts again from zero: later steps are sound.
 
+    Under another aggregator than the mean, A in place of the sum: every rank's stream of contributions still telescopes
+    (what it sent plus e_r is what it meant to send), and so does the result (what was delivered plus f is the sum of
+    the A of what was sent). But A of late contributions is not A of the true ones: what a rank could not send in one
+    step is judged with those of a later one. A rank of share 0, whose row A leaves out, keeps its residual as it is.
+
     Args:
         inner: The compressor: a codec of blocks, `RandomBlock`, or any that `remembers`.
         decay: beta in (0, 1]. Below 1, old residuals fade: less staleness, but the sums no longer telescope.

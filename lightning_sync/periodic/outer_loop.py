@@ -48,7 +48,8 @@ class OuterLoop:
     .. math:: d = \tfrac1N \sum_r C(a - w_r), \qquad a \leftarrow \mathrm{outer}(a, d), \qquad
               w_r \leftarrow \lambda w_r + (1 - \lambda) a
 
-    Compressors C, biased ones with their residuals, act on differences only, never on parameters.
+    Compressors C, biased ones with their residuals, act on differences only, never on parameters. The reducer's
+    aggregator stands where the mean over the replicas stands here.
 
     Args:
         fragments: The parameters by fragment.

@@ -38,6 +38,7 @@ from lightning_sync.strategies.keywords import meant_keywords
 from lightning_sync.strategies.restore import as_named_now
 from lightning_sync.strategies.resume import Keeper
 from lightning_sync.strategies.watched import Watched
+from lightning_sync.two_level import levels
 from lightning_sync.validity import check_combination
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ class SyncStrategy(ModeHooks, Watched):
         compressor: What is on the wire: a name (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"powersgd"``, or one
             that another package registered), a `Compressor` with its options, or a `Route`. `None`: the precision
             plugin's, if it is a `WirePrecision`, else gradients travel as they are.
-        aggregator: How the contributions become one: a name or an `Aggregator`. `None`: the mean.
+        aggregator: How the contributions become one: a name (``"mean"``, ``"sum"``, ``"adasum"``, ``"median"``,
+            ``"trimmed_mean"``, ``"majority_vote"``) or an `Aggregator`. `None`: the mean.
         error_feedback: Wrap error feedback around biased compressors. False saves one float32 per element and loses
             what is not sent.
         two_level: Reduce inside each node exactly and compress only between nodes. `None`: where it saves bytes, that
@@ -217,6 +219,7 @@ class SyncStrategy(ModeHooks, Watched):
     def _make_wires(self, two_level: bool | None) -> Wires:
         """Groups and the executor for reductions over all ranks (collective)."""
         topology = discover_topology(self.node_rank, self.root_device)
+        two_level = levels(two_level, linear=self.aggregator.linear)
         return make_wires(topology, self.counters, self._make_executor().wait, two_level, self.group_timeout)
 
     def _make_executor(self, device: torch.device | None = None) -> Executor:

@@ -12,6 +12,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_sync.aggregators import Mean
 from lightning_sync.checkpoint import ModeState
 from lightning_sync.checks import check_choice, check_integer, check_seconds, check_share, plain_repr
 from lightning_sync.comm.groups import Wires, discover_topology, make_wires
@@ -34,6 +35,7 @@ from lightning_sync.reducer import Reducer
 from lightning_sync.strategies.boundary import is_last_step
 from lightning_sync.strategies.short_runs import warn_if_short
 from lightning_sync.strategies.unwrapped import UnwrappedStrategy
+from lightning_sync.two_level import levels
 
 
 class HybridStrategy(UnwrappedStrategy):
@@ -65,7 +67,7 @@ class HybridStrategy(UnwrappedStrategy):
             0: training waits for it.
         local_weight: lambda in [0, 1]: share of the local value that is kept when an exchange takes effect. 0 drops
             what a replica has learned during the overlap, 1 never takes the anchor over.
-        warmup_steps: Steps at the beginning in which gradients are averaged over all ranks, as in strict.
+        warmup_steps: Steps at the beginning in which gradients are reduced over all ranks, as in strict.
         elastic: beta in (0, 1] of elastic averaging, see `OuterLoop`; `None`: none.
         buffers: ``"average"`` (counts: maximum) or ``"rank0"``.
         inner_state: What becomes of the inner optimisers' state at an exchange: ``"keep"``, ``"average"`` (sends as
@@ -106,10 +108,10 @@ class HybridStrategy(UnwrappedStrategy):
         check_choice("HybridStrategy", (None, "device", "cpu"), anchor_device=anchor_device)
         if elastic is not None:
             check_share("HybridStrategy", elastic=elastic)
-            if outer_optimizer is not None or elastic == 0 or local_weight:
+            if outer_optimizer is not None or elastic == 0 or local_weight or self.aggregator != Mean():
                 raise ValueError(
-                    f"HybridStrategy(elastic={elastic!r}): above 0, without an outer_optimizer, and with "
-                    "local_weight=0: replicas keep what elastic averaging leaves them."
+                    f"HybridStrategy(elastic={elastic!r}): above 0, without an outer_optimizer or another aggregator "
+                    "than the mean, and with local_weight=0: replicas keep what elastic averaging leaves them."
                 )
         if outer_scheduler is not None and not callable(outer_scheduler):
             raise ValueError(
@@ -157,14 +159,11 @@ class HybridStrategy(UnwrappedStrategy):
         # A thread of its own where exchanges overlap with training, or else gradients would queue behind them.
         executor = self._make_executor(device) if self.overlap_steps or device != self.root_device else self._executor
         assert executor is not None
-        wires = make_wires(
-            discover_topology(self.node_rank, self.root_device),
-            self.counters,
-            executor.wait,
-            self.two_level,
-            self.group_timeout,
-            backend="gloo" if device != self.root_device else None,
-        )
+        topology = discover_topology(self.node_rank, self.root_device)
+        nodes = list(topology.by_node().values())
+        two_level = levels(self.two_level, linear=self.aggregator.linear, nodes_are_replicas=self._replicas == nodes)
+        backend = "gloo" if device != self.root_device else None
+        wires = make_wires(topology, self.counters, executor.wait, two_level, self.group_timeout, backend)
         table = {spec.name: (spec, p) for spec, p in named}
         parts = split([spec for spec, _ in named], self.fragments)
         fragments = [Fragment([table[spec.name] for spec in part], device) for part in parts]
@@ -172,6 +171,7 @@ class HybridStrategy(UnwrappedStrategy):
         order = {spec.name: i for i, (spec, _) in enumerate(named)}
         specs = sorted((s for f in fragments for s in f.specs), key=lambda s: order[s.name])
         self._reducer = Reducer(specs, route, wires, self.aggregator, self.seed)
+        self._reducer.count_once(self._replicas)
         self._loop = OuterLoop(
             fragments,
             self._reducer,
@@ -187,10 +187,8 @@ class HybridStrategy(UnwrappedStrategy):
         if self.warmup_steps:
             assert self._executor is not None
             if executor is not self._executor:  # gradients keep to their own thread and backend
-                wires = make_wires(
-                    wires.world.topology, self.counters, self._executor.wait, self.two_level, self.group_timeout
-                )
-            self._warm = Reducer([spec for spec, _ in named], as_route(Exact()), wires, seed=self.seed)
+                wires = make_wires(topology, self.counters, self._executor.wait, two_level, self.group_timeout)
+            self._warm = Reducer([spec for spec, _ in named], as_route(Exact()), wires, self.aggregator, self.seed)
 
     def _outer_factory(self) -> OuterFactory | None:
         return self.outer_optimizer if self.elastic is None else partial(torch.optim.SGD, lr=self.elastic)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sync.aggregators import Mean
 from lightning_sync.comm.groups import discover_topology
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.resolve import is_exact, to_route
@@ -44,11 +45,16 @@ class StrictStrategy(SyncStrategy):
             raise ValueError(
                 f"StrictStrategy: ddp_comm_hook and compressor={self.compressor!r} both decide what is sent; pass one."
             )
+        if self._ddp_comm_hook is not None and self.aggregator != Mean():
+            raise ValueError(
+                f"StrictStrategy: ddp_comm_hook and aggregator={self.aggregator!r} both decide how gradients become "
+                "one; leave out one of them."
+            )
 
     @property
     def is_stock(self) -> bool:
         """Whether this is DDP's own all-reduce: no compressor, the mean, and no two levels asked for."""
-        return is_exact(self.effective_compressor) and self.aggregator.linear and not self.two_level
+        return is_exact(self.effective_compressor) and self.aggregator == Mean() and not self.two_level
 
     def _register_ddp_hooks(self) -> None:
         """Register the reduction on any device (Lightning registers hooks on CUDA only, and says nothing elsewhere)."""

@@ -1,43 +1,43 @@
-"""Aggregators: names, the mean, and what a third party's looks like."""
-
-from dataclasses import dataclass
+"""Names of aggregators, and the two that an all-reduce computes: mean and sum."""
 
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_sync.aggregators import Aggregator, Mean, registry
+from lightning_sync.aggregators import Mean, Median, Sum, TrimmedMean, registry
 from lightning_sync.comm.simulated import SimulatedWorld
-from lightning_sync.compressors import BlockInt8
+from lightning_sync.compressors import BF16, BlockInt8, Compressor, Exact, PlainBlocks, PowerSGD
 from lightning_sync.testing import make_specs
+
+HALVES = torch.tensor([0.5, 0.5], dtype=torch.float64)
 
 
 def test_contributions_arrive_multiplied_by_their_share() -> None:
     rows = torch.tensor([[1.0, 2.0], [3.0, 6.0]]) / 2
-    assert Mean().combine(rows).tolist() == [2.0, 4.0]
-    weighted = torch.tensor([[1.0], [5.0]]) * torch.tensor([[0.75], [0.25]])
-    assert Mean().combine(weighted).tolist() == [2.0]
+    assert Mean().combine(rows, HALVES).tolist() == [2.0, 4.0]
+    shares = torch.tensor([0.75, 0.25], dtype=torch.float64)
+    assert Mean().combine(torch.tensor([[0.75], [1.25]]), shares).tolist() == [2.0]
 
 
-@dataclass(frozen=True)
-class Median(Aggregator):
-    """Element-wise median of the ranks' gradients."""
-
-    def combine(self, rows: Tensor) -> Tensor:
-        return rows.median(0).values * len(rows)
-
-
-def test_any_coordinate_wise_function_sees_all_contributions_of_a_block_codec() -> None:
-    world = SimulatedWorld(BlockInt8(8), make_specs({"w": (4, 8)}), 3)
-    for state in world.states:
-        state.combine = Median().combine
-    good, outlier = torch.randn(4, 8), torch.full((4, 8), 1e4)
-    results = world.reduce([[good], [good], [outlier]])
-    assert all(torch.allclose(r[0], good, atol=0.05) for r in results), "one rank gone wild changes nothing"
+@pytest.mark.parametrize("compressor", [Exact(), BF16(), PlainBlocks(), PowerSGD(rank=2, warmup_steps=0), BlockInt8(8)])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_sum_is_the_mean_times_the_ranks_that_take_part_whatever_compresses_it(
+    compressor: Compressor, size: int
+) -> None:
+    specs = make_specs({"w": (40, 30)})
+    gradients = [[torch.randn(40, 30)] for _ in range(size)]
+    mean, total, fewer = (SimulatedWorld(compressor, specs, size, aggregator=a) for a in (None, Sum(), Sum()))
+    fewer.set_shares([0.5, 0.5, 0.0][:size])
+    expected = mean.reduce(gradients)[0][0]
+    assert torch.equal(total.reduce(gradients)[0][0], expected * size)
+    if size == 3:
+        two = SimulatedWorld(compressor, specs, 2).reduce(gradients[:2])[0][0] * 2
+        assert torch.allclose(fewer.reduce(gradients)[0][0], two, atol=0.05)
 
 
 def test_names() -> None:
     assert registry.build("mean") == Mean()
     assert registry.build(Median()) == Median()
-    with pytest.raises(ValueError, match="aggregator='medain': expected one of mean, or an instance of Aggregator"):
+    assert registry.build("trimmed_mean") == TrimmedMean(fraction=0.2)
+    known = "mean, sum, adasum, median, trimmed_mean, majority_vote"
+    with pytest.raises(ValueError, match=f"aggregator='medain': expected one of {known}, or an instance of Aggregator"):
         registry.build("medain")

@@ -106,6 +106,8 @@ DDP_OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "powersgd, gradients as bucket views": ("powersgd", {"gradient_as_bucket_view": True}, {}),
     "int8, unused parameters": ("int8", {"find_unused_parameters": True}, {"alternate": True}),
     "none, unused parameters": ("none", {"find_unused_parameters": True}, {"alternate": True}),
+    "int8, median": ("int8", {"aggregator": "median"}, {}),
+    "int8, Adasum": ("int8", {"aggregator": "adasum", "find_unused_parameters": True}, {"alternate": True}),
 }
 
 
@@ -123,7 +125,7 @@ def with_options(rank: int, world_size: int, folder: Path) -> dict[str, list[str
 
 
 @pytest.mark.dist
-def test_ddp_options_keep_the_promise(tmp_path: Path) -> None:
+def test_ddp_options_and_aggregators_keep_the_promise(tmp_path: Path) -> None:
     for found in run_ranks(with_options, 3, tmp_path, init="env", deadline=90):
         assert found == {name: [] for name in DDP_OPTIONS}
 

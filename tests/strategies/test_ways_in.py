@@ -92,6 +92,34 @@ def test_lightning_cli_by_class_path() -> None:
     assert (described["compressor"], described["buckets"]) == ("powersgd", 5)
 
 
+def cli_aggregator(rank: int, world_size: int, arguments: list[str]) -> str:
+    sys.argv = ["train.py"]
+    run = LightningCLI(Toy, args=["fit", *TRAINER, *arguments], save_config_callback=None)
+    strategy = run.trainer.strategy
+    assert isinstance(strategy, ls.StrictStrategy)
+    return repr(strategy.aggregator)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--trainer.strategy.aggregator=median"], "Median()"),
+        (
+            [
+                "--trainer.strategy.aggregator=lightning_sync.TrimmedMean",
+                "--trainer.strategy.aggregator.fraction=0.3",
+            ],
+            "TrimmedMean(fraction=0.3)",
+        ),
+    ],
+    ids=["by name", "by class path"],
+)
+def test_lightning_cli_with_an_aggregator(arguments: list[str], expected: str) -> None:
+    strategy = ["--trainer.strategy=lightning_sync.StrictStrategy"]
+    assert run_ranks(cli_aggregator, 1, strategy + arguments, init="env") == [expected]
+
+
 def cli_hybrid(rank: int, world_size: int, arguments: list[str]) -> list[str]:
     sys.argv = ["train.py"]
     run = LightningCLI(Toy, args=["fit", *TRAINER, *arguments], save_config_callback=None)
@@ -176,6 +204,8 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         ({"bucket_cap_mb": "abc"}, ValueError, r"bucket_cap_mb='abc'\): expected a number above 0"),
         ({"bucket_cap_mb": -1}, ValueError, r"bucket_cap_mb=-1\): expected a number above 0"),
         ({"compressor": "int8", "ddp_comm_hook": print}, ValueError, r"both decide what is sent"),
+        ({"aggregator": "median", "ddp_comm_hook": print}, ValueError, r"both decide how gradients become one"),
+        ({"aggregator": "median", "compressor": "powersgd"}, ValueError, r"refused: it is a sum on the wire"),
     ],
 )
 def test_bad_arguments_are_refused_at_construction(options: dict[str, Any], error: type[Exception], text: str) -> None:
