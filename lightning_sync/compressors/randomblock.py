@@ -93,11 +93,6 @@ class RandomBlock(Compressor):
     def alignment(self) -> int | None:  # type: ignore[override]
         return self.block
 
-    @property
-    @override
-    def aggregates(self) -> bool:  # type: ignore[override]
-        return self.then.aggregates
-
     @override
     def accepts(self, param: ParamSpec) -> bool:
         """Matrices and larger tensors of at least 1024 elements; vectors are small, and matter."""
