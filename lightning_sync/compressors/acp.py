@@ -55,10 +55,10 @@ class AcpSGD(Compressor):
     everything delivered equal the true sum.
 
     Payload: ``4 * rank * n`` and ``4 * rank * m`` bytes per matrix in turn, ``2 * rank * (n + m)`` on average, in one
-    all-reduce (pattern ``"sum"``), flat in the number of ranks. Memory: one float32 per element (residual) and
-    ``rank * (n + m)`` (factors). Parameters with fewer than two axes, and matrices of which a factor would not be
-    `min_ratio` times smaller, travel exactly. Columns that vanish are replaced by fixed directions. A matrix with inf
-    or NaN makes this step's result non-finite and starts afresh. Biased, with a feedback of its own.
+    all-reduce (pattern ``"sum"``), flat in the number of ranks and in ranks per node. Memory: one float32 per element
+    (residual) and ``rank * (n + m)`` (factors). Parameters with fewer than two axes, and matrices of which a factor
+    would not be `min_ratio` times smaller, travel exactly. Columns that vanish are replaced by fixed directions. A
+    matrix with inf or NaN makes this step's result non-finite and starts afresh. Biased, with a feedback of its own.
 
     Args:
         rank: Columns of a factor. Lower: fewer bytes and less work, more of the gradient late. For another rank by

@@ -32,8 +32,8 @@ class BlockCodec(Compressor):
 
     block: int
     aggregates = True
-    by_parameter = True
     remembers = True
+    by_parameter = True
 
     @property
     def alignment(self) -> int:  # type: ignore[override]

@@ -18,6 +18,9 @@ from lightning_sync.compressors.topk import ChunkTopK, check_ratio
 from lightning_sync.compressors.wrapper import Remembering, Wrapper
 from lightning_sync.state import ParamSpec, State
 
+PIECE = 2**18
+"""Elements that are worked on at a time, so that intermediate results stay small."""
+
 
 @dataclass(frozen=True)
 class MomentumCorrection(Remembering):
@@ -37,7 +40,7 @@ class MomentumCorrection(Remembering):
     error feedback. A velocity belongs to its rank: over other numbers of ranks it starts afresh.
 
     Payload, pattern and alignment are the inner compressor's. Memory: one float32 per element more than error feedback,
-    and a copy of the bucket that travels.
+    and two copies of the bucket that is encoded.
 
     Args:
         inner: The compressor, such as `ChunkTopK`.
@@ -63,6 +66,8 @@ class MomentumCorrection(Remembering):
 
     @override
     def reduce(self, keys: Sequence[str], tensors: Sequence[Tensor], state: State) -> Reduction:
+        if state.left_out:  # what is sent now reaches nobody: velocities wait as residuals do
+            return (yield from self.inner.reduce_late(keys, tensors, state, 1.0))
         sizes = [t.numel() for t in tensors]
         velocity = state.arenas["velocity"].bind(keys)
         views = [v.view(t.shape) for v, t in zip(velocity.split(sizes), tensors, strict=True)]
@@ -71,13 +76,16 @@ class MomentumCorrection(Remembering):
 
         state.declare()
         state.arenas["residual"].bind(keys)
-        before = torch.cat([state.arenas["residual"][k][:n] for k, n in zip(keys, sizes, strict=True)]).add_(velocity)
-        given = [v.view(t.shape) for v, t in zip(velocity.clone().split(sizes), tensors, strict=True)]
-        run = self.inner.reduce_late(keys, given, replace(state, share=1.0), 1.0)
+        residuals = [state.arenas["residual"][k][:n] for k, n in zip(keys, sizes, strict=True)]
+        expected = torch._foreach_add(residuals, list(velocity.split(sizes)))
+        run = self.inner.reduce_late(keys, [v.clone() for v in views], replace(state, share=1.0), 1.0)
         payload = next(run)
-        # The residual has changed where something was sent, and there only. (NaN differs from anything.)
-        after = torch.cat([state.arenas["residual"][k][:n] for k, n in zip(keys, sizes, strict=True)])
-        velocity.masked_fill_(before != after, 0)
+        for own, before, key, n in zip(velocity.split(sizes), expected, keys, sizes, strict=True):
+            # The residual has changed where something was sent, and there only. (NaN differs from anything.)
+            after = state.arenas["residual"][key][:n]
+            for u, b, a in zip(own.split(PIECE), before.split(PIECE), after.split(PIECE), strict=True):
+                u.copy_(torch.where(b == a, u, 0))
+        del expected
         while True:
             answer = yield payload
             try:

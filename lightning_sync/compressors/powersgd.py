@@ -48,12 +48,12 @@ class PowerSGD(Compressor):
     it does not collect the difference between a rank's data and the others'. ``residual="aggregate"`` takes off the
     mean of all instead, :math:`e_r \leftarrow M_r - \hat G / N`, as the paper's reference code and torch's hook do.
 
-    Payload: ``4 * rank * (n + m)`` bytes per matrix in two dependent all-reduces, flat in the number of ranks. Memory:
-    one float32 per element (residual) and ``rank * m`` (factor). Parameters with fewer than two axes, and matrices
-    for which the factors would not be at least `min_ratio` times smaller, travel exactly. Columns of P that vanish
-    are replaced by fixed directions, so zero gradients neither divide by zero nor kill a factor for good. A matrix with
-    inf or NaN makes this step's result non-finite, as it would without compression, and starts afresh: later steps are
-    sound.
+    Payload: ``4 * rank * (n + m)`` bytes per matrix in two dependent all-reduces, flat in the number of ranks and in
+    ranks per node. Memory: one float32 per element (residual) and ``rank * m`` (factor). Parameters with fewer than two
+    axes, and matrices for which the factors would not be at least `min_ratio` times smaller, travel exactly. Columns of
+    P that vanish are replaced by fixed directions, so zero gradients neither divide by zero nor kill a factor for good.
+    A matrix with inf or NaN makes this step's result non-finite, as it would without compression, and starts afresh:
+    later steps are sound.
 
     Args:
         rank: Columns kept, r. Lower: fewer bytes and less work, more of the gradient late. 1 to 4 are usual. For

@@ -41,9 +41,9 @@ class RandomBlock(Compressor):
     An element with inf or NaN shows when its block is drawn, and is not kept after that. (Strategies find it before
     anything is encoded.)
 
-    Payload: ``4 K block`` bytes per parameter, pattern ``"sum"``, flat in the number of ranks; or what `then` makes of
-    as many elements. Memory: one float32 per element with error feedback, else none. Time without error feedback: that
-    of setting the gradients to zero.
+    Payload: ``4 K block`` bytes per parameter, pattern ``"sum"``, flat in the number of ranks and in ranks per node; or
+    what `then` makes of as many elements. Memory: one float32 per element with error feedback, else none. Time without
+    error feedback: little more than that of setting the gradients to zero.
 
     Args:
         ratio: Share of the blocks that is sent, in (0, 1]. Lower: fewer bytes, and the same element sent less often,
@@ -92,11 +92,6 @@ class RandomBlock(Compressor):
     @override
     def alignment(self) -> int | None:  # type: ignore[override]
         return self.block
-
-    @property
-    @override
-    def aggregates(self) -> bool:  # type: ignore[override]
-        return self.then.aggregates
 
     @override
     def accepts(self, param: ParamSpec) -> bool:

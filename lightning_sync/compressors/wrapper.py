@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -56,6 +56,11 @@ class Wrapper(Compressor):
     @override
     def accepts(self, param: ParamSpec) -> bool:
         return self.inner.accepts(param)
+
+    @override
+    def exchanged(self) -> Compressor | None:
+        inner = self.inner.exchanged()
+        return None if inner is None else replace(self, inner=inner)
 
     @override
     def init(self, params: Sequence[ParamSpec]) -> State:

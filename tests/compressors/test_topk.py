@@ -296,4 +296,4 @@ def test_vectors_and_small_matrices_are_not_worth_it() -> None:
 def test_aggregators_other_than_the_mean_would_take_what_was_not_sent_for_zeros() -> None:
     assert not ChunkTopK().aggregates
     assert not ErrorFeedback(ChunkTopK()).aggregates
-    assert ErrorFeedback(RandomBlock(then=BlockInt8())).aggregates, "all ranks leave out the same"
+    assert not ErrorFeedback(RandomBlock(then=BlockInt8())).aggregates
