@@ -12,6 +12,7 @@ from lightning_sync.aggregators import (
     ParameterAggregator,
     Sum,
     TrimmedMean,
+    WeightedMean,
 )
 from lightning_sync.compressors import (
     BF16,
@@ -83,6 +84,7 @@ __all__ = [
     "Sum",
     "TrimmedMean",
     "UnwrappedStrategy",
+    "WeightedMean",
     "Where",
     "WirePrecision",
     "strategy",

@@ -24,6 +24,7 @@ from lightning_sync.nonfinite import (
 )
 from lightning_sync.reducer import Reducer
 from lightning_sync.state import ParamSpec, canonical_name
+from lightning_sync.weights import Contribution, all_zero
 
 
 def param_specs(module: nn.Module) -> list[tuple[ParamSpec, nn.Parameter]]:
@@ -119,6 +120,18 @@ class CommHook:
         """Say that a new batch starts: however many backwards it has, they are one step."""
         self._by_batch = True
         self._new_step = True
+
+    def weigh(self, own: Contribution) -> None:
+        """Agree on what each rank counts for in the reduction that follows; call before its backward."""
+        step = self.counters.steps
+
+        def agree() -> None:
+            self.reducer.step = step
+            total = self.reducer.weigh(own)
+            if isinstance(total, float) and total == 0:
+                raise all_zero(step, "all ranks")
+
+        self.executor.submit(agree, [], f"weighing of step {step}")
 
     def check(self) -> None:
         """Raise what a reduction raised, or skip the step; call after every backward, before gradients are used."""

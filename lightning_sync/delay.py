@@ -14,6 +14,7 @@ from lightning_sync.marks import used_anywhere
 from lightning_sync.nonfinite import NonFinite, NonFiniteError, Skips, culprit, culprit_code, first_nonfinite
 from lightning_sync.periodic.buffers import BufferMerge
 from lightning_sync.reducer import Reducer
+from lightning_sync.weights import Contribution, all_zero
 
 Bucket = Sequence[tuple[str, nn.Parameter]]
 
@@ -28,11 +29,13 @@ class Late:
         skipped: Parameter and rank that had inf or NaN, if the step is skipped.
         weights: The parameters that the gradients were taken at, in order; empty without compensation.
         promise: Completes when they have been reduced.
+        own: What they count for; `None`: as much as other ranks'.
     """
 
     gradients: dict[str, Tensor]
     weights: list[Tensor] = field(default_factory=list)
     promise: Promise | None = None
+    own: Contribution | None = None
     skipped: tuple[str, int] | None = None
 
 
@@ -90,7 +93,7 @@ class GradientDelay:
         """Whether the next `exchange` of this slot will apply something."""
         return len(self._queues.get(slot, ())) >= self.delay
 
-    def exchange(self, marked: frozenset[str], step: int, slot: int = 0) -> bool:
+    def exchange(self, marked: frozenset[str], step: int, slot: int = 0, own: Contribution | None = None) -> bool:
         """Send off the gradients of this step, and put those of `delay` steps ago in their place.
 
         Args:
@@ -98,11 +101,12 @@ class GradientDelay:
             step: Attempted steps so far.
             slot: Place of this backward among those of its step. Each has its own delay: a backward that touches
                 other parameters must not apply its neighbour's.
+            own: What these gradients count for; `None`: as much as other ranks'.
 
         Returns:
             Whether there was something to apply; if not, the marked parameters have no gradient now.
         """
-        late = Late({n: p.grad for n, p in self._named if n in marked and p.grad is not None})
+        late = Late({n: p.grad for n, p in self._named if n in marked and p.grad is not None}, own=own)
         if self.compensation:
             late.weights = [p.detach().clone() for _, p in self._named]
         snapshot = self.buffers.snapshot()
@@ -159,6 +163,10 @@ class GradientDelay:
     def _reduce(self, late: Late, marked: frozenset[str], buffers: dict[str, Tensor], scale: float, step: int) -> None:
         """On the communication thread: everything that waits for other ranks."""
         self.reducer.step = step
+        if late.own is not None:
+            total = self.reducer.weigh(late.own)
+            if isinstance(total, float) and total == 0:
+                raise all_zero(step, "all ranks")
         names = [name for name, _ in self._named]
         used = used_anywhere(marked, names, self.reducer) if self._ask_which else marked
         for name, p in self._named:
@@ -171,7 +179,8 @@ class GradientDelay:
             present = [[name for name, _ in bucket if name in late.gradients] for bucket in self._buckets]
             self.reducer.reduce_all([(names, [late.gradients[n] for n in names]) for names in present if names])
         if buffers:
-            self.merged_buffers = self.buffers.merge(buffers, self.reducer.wires.world)
+            part = None if late.own is None else self.reducer.part
+            self.merged_buffers = self.buffers.merge(buffers, self.reducer.wires.world, part)
 
     def _skip(self, late: Late) -> bool:
         """Whether all ranks skip this step, because one has inf or NaN; then nothing has been encoded."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -12,79 +11,15 @@ from torch import Tensor
 
 from lightning_sync.aggregators.base import Aggregator
 from lightning_sync.aggregators.mean import Mean
+from lightning_sync.aggregators.weighted_mean import is_weighted
 from lightning_sync.comm.groups import Wires
 from lightning_sync.comm.topology import Bytes, Topology
-from lightning_sync.comm.wire import Wire
 from lightning_sync.compressors.base import Compressor, Payload, Reduction
 from lightning_sync.compressors.route import Route
+from lightning_sync.rounds import drive, drive_each
 from lightning_sync.state import Cover, ParamSpec, State
 from lightning_sync.two_level import Shares, TwoLevelPlan
-
-
-def drive(runs: Sequence[Reduction], wire: Wire) -> list[Sequence[Tensor]]:
-    """Run reductions in lock-step: round k of all of them is one `Wire.round`."""
-    return next(drive_each([runs], wire))[1]
-
-
-def drive_each(
-    buckets: Iterable[Sequence[Reduction]], wire: Wire, depth: int = 3
-) -> Iterator[tuple[int, list[Sequence[Tensor]]]]:
-    """Run the reductions of several buckets, encoding some while others travel.
-
-    At most `depth` buckets are under way. Which round is issued when depends on the number of rounds alone, never on
-    timing, so all ranks issue the same collectives in the same order.
-
-    Args:
-        buckets: Reductions that go in lock-step; taken one bucket at a time, as soon as there is room for it.
-        wire: The group.
-        depth: More hides longer encoding, and holds more payloads.
-
-    Yields:
-        A bucket's place and what its reductions returned, as soon as they have, while others travel.
-    """
-    under_way: deque[tuple[_Bucket, Callable[[], list[Payload]]]] = deque()
-    done: list[tuple[int, list[Sequence[Tensor]]]] = []
-
-    def advance(bucket: _Bucket, answers: list[Payload] | None) -> None:
-        payloads = bucket.next_round(answers)
-        if payloads:
-            under_way.append((bucket, wire.start(payloads)))
-        else:
-            done.append((bucket.place, bucket.results))
-
-    for place, runs in enumerate(buckets):
-        while len(under_way) >= depth:
-            bucket, finish = under_way.popleft()
-            advance(bucket, finish())
-        advance(_Bucket(place, runs), None)
-        yield from done  # after the next bucket is on its way
-        done.clear()
-    while under_way:
-        bucket, finish = under_way.popleft()
-        advance(bucket, finish())
-        yield from done
-        done.clear()
-
-
-class _Bucket:
-    """Reductions in lock-step, and what those that have ended returned."""
-
-    def __init__(self, place: int, runs: Sequence[Reduction]) -> None:
-        self.place = place
-        self.results: list[Sequence[Tensor]] = [()] * len(runs)
-        self._runs = list(enumerate(runs))
-
-    def next_round(self, answers: Sequence[Payload] | None) -> list[Payload]:
-        """Send every reduction its answer of the last round (`None`: start it); returns what they emit next."""
-        payloads, still = [], []
-        for place, (i, run) in enumerate(self._runs):
-            try:
-                payloads.append(next(run) if answers is None else run.send(answers[place]))
-                still.append((i, run))
-            except StopIteration as stop:
-                self.results[i] = stop.value
-        self._runs = still
-        return payloads
+from lightning_sync.weights import Contribution, Weight, WeightDoubt
 
 
 @dataclass
@@ -107,6 +42,8 @@ class Reducer:
 
     Attributes:
         step: Attempted steps so far; set by the caller, the same on all ranks.
+        part: This rank's weight over the sum of all, 1/N as long as `weigh` has not been called.
+        weighings: Calls of `weigh` per reduction of all parameters, for the prediction of bytes.
     """
 
     def __init__(
@@ -122,11 +59,17 @@ class Reducer:
         self.route = route
         self.aggregator = aggregator or Mean()
         self.step = 0
+        self.weighings = int(is_weighted(self.aggregator))
+        self._weights = wires.world.size if _asks_who(self.aggregator) else 1
         assigned = [(carrier(c, self.aggregator), members) for c, members in route.assign(self.params)]
         whole = not self.aggregator.coordinate_wise
         self._shares = Shares.plan(assigned, wires.intra.topology, whole=whole) if wires.intra is not None else None
         outer = wires.inter or wires.world
+        self._share: Weight = 1.0 / wires.world.size
+        self.part: Weight = self._share
         self._rank_shares = torch.full((wires.world.size,), 1 / wires.world.size, dtype=torch.float64)
+        self._members = [[rank] for rank in range(wires.world.size)]
+        self._doubt: WeightDoubt | None = None
         self._served: list[_Served] = []
         self._serves: dict[str, int] = {}
         for i, (compressor, members) in enumerate(assigned):
@@ -144,10 +87,79 @@ class Reducer:
         """Let the ranks of a replica, which send the same, be one contribution to an aggregator that is no sum."""
         if self.aggregator.linear or self._shares is not None or all(len(ranks) == 1 for ranks in replicas):
             return
-        self._rank_shares = torch.zeros(self.wires.world.size, dtype=torch.float64)
-        self._rank_shares[[ranks[0] for ranks in replicas]] = 1 / len(replicas)
+        self._members = [[] for _ in range(self.wires.world.size)]
+        for ranks in replicas:
+            self._members[ranks[0]] = list(ranks)
+        shares = [1 / len(replicas) if ranks else 0.0 for ranks in self._members]
+        self._set_shares(shares[self.wires.world.rank], shares)
+
+    def weigh(self, own: Contribution, known: Sequence[float] | None = None, *, on_host: bool = False) -> Weight:
+        r"""Agree on what each rank's values count for, until the next call (collective, unless `known`).
+
+        With weights :math:`W_r`, values are multiplied by :math:`u_r / \sum_s W_s`, see `Contribution`; those of a rank
+        without weight become zero, whatever they hold. One number travels, or, for an aggregator that has to know who
+        takes part, one per rank. If no rank has any weight, nothing is changed.
+
+        Args:
+            own: What this rank brings.
+            known: The weights of all ranks, where nobody has to be asked.
+            on_host: Return a number also on a GPU, for which the host stops.
+
+        Returns:
+            :math:`\sum_s W_s`; on a GPU a tensor, for which the host need not stop.
+
+        Raises:
+            ValueError: on a GPU, for the weights of the step before, if they were not what weights can be.
+        """
+        wire, device = self.wires.world, self.params[0].device
+        if known is None:
+            wide = torch.float32 if device.type == "mps" else torch.float64
+            weights = torch.zeros(self._weights, dtype=wide, device=device)
+            weights[wire.rank if self._weights > 1 else 0] = own.weight
+            wire.round([Payload("sum", (weights,))])
+            if device.type != "cpu" and self._weights == 1 and not on_host:
+                return self._weigh_there(own, weights)
+            known = weights.tolist()  # on the CPU, or for an aggregator that works on the host with these numbers
+        total = sum(known)
+        if total > 0:
+            shares = [sum(known[r] for r in ranks) / total for ranks in self._members] if len(known) > 1 else None
+            mine = self._members[wire.rank]
+            unit = own.unit if shares is None or mine == [wire.rank] else sum(known[r] for r in mine)
+            self._set_shares(unit / total, shares)
+            self.part = own.weight / total if shares is None else shares[wire.rank]
+        return total
+
+    def _weigh_there(self, own: Contribution, total: Tensor) -> Tensor:
+        if self._doubt is not None:
+            self._doubt.settle()
+        self._doubt = WeightDoubt(own, total, self.wires.world.rank, self.step)
+        self._set_shares(torch.where(total > 0, own.unit / total, 0.0).reshape(()), None)
+        self.part = own.weight / total
+        return total
+
+    def _set_shares(self, share: Weight, shares: Sequence[float] | None) -> None:
+        """Use this rank's factor, and all ranks' shares where the aggregator looks at them."""
+        self._share = share
+        if shares is not None:
+            self._rank_shares = torch.tensor(shares, dtype=torch.float64)
         for state in self.states():
-            state.shares, state.share = self._rank_shares, float(self._rank_shares[state.rank])
+            if self._shares is None:
+                # What cannot be handed on as a number is done in `_prepare`.
+                state.share = 1.0 if isinstance(share, Tensor) or share == 0 else share
+                state.shares = None if shares is None else self._rank_shares
+            elif shares is not None:
+                nodes = self.wires.world.topology.by_node().values()
+                state.shares = torch.stack([self._rank_shares[list(ranks)].sum() for ranks in nodes])
+
+    def _prepare(self, tensors: Sequence[Tensor]) -> None:
+        """Multiply by a share that compressors cannot be given: one on a device, or 0, for which NaN is zero, too."""
+        share = self._share
+        if isinstance(share, Tensor):
+            torch._foreach_mul_(list(tensors), share.to(torch.promote_types(tensors[0].dtype, torch.float32)))
+            for t in tensors:
+                t.masked_fill_(share == 0, 0)
+        elif share == 0:
+            torch._foreach_zero_(list(tensors))
 
     def reduce(self, names: Sequence[str], tensors: Sequence[Tensor], unused: Sequence[str] = ()) -> None:
         """Replace every tensor by the result over the ranks (collective: same names, same order, on all ranks).
@@ -160,6 +172,7 @@ class Reducer:
         """
         counters, world = self.wires.world.counters, self.wires.world.topology
         counters.count_dense(world.all_reduce(sum(t.nbytes for t in tensors)))
+        self._prepare(tensors)
         for served in self._served:
             served.state.step = self.step
         with ExitStack() as stack:
@@ -200,6 +213,7 @@ class Reducer:
                 plan = self._bucket(tuple(names))
                 counters.count_dense(world.all_reduce(sum(t.nbytes for t in tensors)))
                 under_way[place] = [[tensors[i] for i in members] for _, members in plan]
+                self._prepare(tensors)
                 yield self._runs(plan, names, tensors)
 
         for place, results in drive_each(runs(), self.wires.world):
@@ -222,6 +236,7 @@ class Reducer:
         if self._shares is not None:
             total, outer = self._shares.intra_bytes(view.intra()), view.inter()
             pieces = [self._shares.pieces(members, view.intra().rank) for members in self._shares.members]
+        total += view.all_reduce(8 * self._weights * self.weighings)
         for served, params in zip(self._served, pieces, strict=True):
             total += served.compressor.wire_bytes(params, outer, step) + self.aggregator.wire_bytes(len(params), outer)
         return total
@@ -318,7 +333,7 @@ class Reducer:
         if key not in self._plans:
             self._plans[key] = TwoLevelPlan.make(names, self._shares)
         plan = self._plans[key]
-        share = 1.0 / self.wires.world.size
+        share = 1.0 if isinstance(self._share, Tensor) else self._share  # 0 times zeros, made in `_prepare`
         (owned,) = drive([plan.scatter(tensors, share)], self.wires.intra)
         bucket: dict[int, list[int]] = {}
         for position, piece in enumerate(plan.own):
@@ -365,6 +380,11 @@ def carried(compressor: Compressor, aggregator: Aggregator) -> Compressor | None
     if exchanged is None or not (exchanged.aggregates and (aggregator.coordinate_wise or exchanged.by_parameter)):
         return None
     return exchanged
+
+
+def _asks_who(aggregator: Aggregator) -> bool:
+    """Whether it matters which ranks take part, beside what their contributions add up to."""
+    return not aggregator.linear or type(aggregator).gain is not Aggregator.gain
 
 
 def _needs(aggregator: Aggregator) -> str:

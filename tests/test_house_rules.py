@@ -33,10 +33,12 @@ CORE = (
     "reducer",
     "registry",
     "replica",
+    "rounds",
     "state",
     "testing",
     "two_level",
     "validity",
+    "weights",
 )
 OUTSIDE = ("lightning", "pytorch_lightning", "lightning_fabric", "hydra", "omegaconf")
 # Inside the core: compressors know state and the arithmetic of bytes, aggregators payloads, the wire no strategy.
@@ -48,10 +50,12 @@ ONLY = {
     "checks": (),
     "drift": ("comm.groups", "comm.worker"),
     "nonfinite": ("comm.counters",),
-    "periodic": ("checks", "comm", "compressors.base", "nonfinite", "periodic", "reducer", "state"),
+    "periodic": ("checks", "comm", "compressors.base", "nonfinite", "periodic", "reducer", "state", "weights"),
     "registry": (),
+    "rounds": ("comm.wire", "compressors.base"),
     "state": (),
     "two_level": ("comm.topology", "compressors.base", "state"),
+    "weights": (),
 }
 
 

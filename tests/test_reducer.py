@@ -28,7 +28,8 @@ from lightning_sync.compressors import (
     Route,
     as_route,
 )
-from lightning_sync.reducer import Reducer, drive, drive_each
+from lightning_sync.reducer import Reducer
+from lightning_sync.rounds import drive, drive_each
 from lightning_sync.state import ParamSpec
 from lightning_sync.testing import make_specs
 from tests.workers import run_ranks

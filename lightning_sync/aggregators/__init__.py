@@ -4,12 +4,14 @@ from lightning_sync.aggregators.adasum import Adasum
 from lightning_sync.aggregators.base import Aggregator, ParameterAggregator, estimates, takes_part
 from lightning_sync.aggregators.mean import Mean, Sum
 from lightning_sync.aggregators.robust import MajorityVote, Median, TrimmedMean
+from lightning_sync.aggregators.weighted_mean import WeightedMean, is_weighted
 from lightning_sync.registry import Registry
 
 registry: Registry[Aggregator] = Registry(
     "aggregator",
     {
         "mean": Mean,
+        "weighted_mean": WeightedMean,
         "sum": Sum,
         "adasum": Adasum,
         "median": Median,
@@ -28,7 +30,9 @@ __all__ = [
     "ParameterAggregator",
     "Sum",
     "TrimmedMean",
+    "WeightedMean",
     "estimates",
+    "is_weighted",
     "registry",
     "takes_part",
 ]

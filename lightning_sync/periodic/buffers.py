@@ -24,6 +24,8 @@ class BufferMerge:
 
     .. math:: v = \tfrac1N \sum_r (v_r + m_r^2) - m^2, \qquad m = \tfrac1N \sum_r m_r
 
+    (With weights, each rank's share of them stands for 1/N.)
+
     ``"rank0"``: everyone takes over the first rank's.
 
     Args:
@@ -54,8 +56,16 @@ class BufferMerge:
         """Copies of the buffers as they are now, to be merged while the model goes on."""
         return {name: b.detach().clone() for name, b in self.buffers.items()}
 
-    def merge(self, values: Mapping[str, Tensor], wire: GroupWire) -> dict[str, Tensor]:
-        """What the ranks' `values` become, the same bits on all ranks (collective)."""
+    def merge(
+        self, values: Mapping[str, Tensor], wire: GroupWire, part: float | Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """What the ranks' `values` become, the same bits on all ranks (collective).
+
+        Args:
+            values: This rank's.
+            wire: The group.
+            part: This rank's weight over the sum of all; `None`: 1/N.
+        """
         if not values or wire.size == 1:
             return dict(values)
         if self.policy == "rank0":
@@ -63,7 +73,7 @@ class BufferMerge:
             broadcast_tensors(list(merged.values()), source=0, wire=wire)
             return merged
         merged = dict(values)
-        merged.update(self._mean(values, wire))
+        merged.update(self._mean(values, wire, part))
         if self._counts:
             # Maxima of counts, such as BatchNorm's number of batches.
             flat = torch.cat([values[n].reshape(-1).to(torch.int64) for n in self._counts])
@@ -74,7 +84,7 @@ class BufferMerge:
             )
         return merged
 
-    def _mean(self, values: Mapping[str, Tensor], wire: GroupWire) -> dict[str, Tensor]:
+    def _mean(self, values: Mapping[str, Tensor], wire: GroupWire, part: float | Tensor | None) -> dict[str, Tensor]:
         if not self._floats:
             return {}
         # float64: a variance is a small difference of squares. Devices without it take float32.
@@ -83,7 +93,8 @@ class BufferMerge:
         for variance, mean in self._means.items():
             if variance in rows and mean in rows:
                 rows[variance] = rows[variance] + rows[mean].square()
-        flat = torch.cat([rows[n].reshape(-1) for n in self._floats]).div_(wire.size)
+        flat = torch.cat([rows[n].reshape(-1) for n in self._floats])
+        flat = flat.div_(wire.size) if part is None else flat.mul_(part)
         wire.round([Payload("sum", (flat,))])
         parts = flat.split([values[n].numel() for n in self._floats])
         means = {n: p.view(values[n].shape) for n, p in zip(self._floats, parts, strict=True)}

@@ -18,6 +18,7 @@ from lightning_sync.periodic.anchor import Fragment
 from lightning_sync.periodic.buffers import BufferMerge
 from lightning_sync.periodic.outer import OuterFactory, build_outer, steps_apart
 from lightning_sync.reducer import Reducer
+from lightning_sync.weights import Contribution, Weight
 
 OuterScheduler = Callable[[Optimizer], LRScheduler]
 
@@ -32,12 +33,14 @@ class InFlight:
         inner_lr: The inner optimiser's learning rate at the start.
         buffers: This rank's buffers, then the merged ones; empty if they do not travel with this fragment.
         proposal: Proposed next period, then the agreed one; 0 for a fixed period.
+        own: What this rank's differences count for; `None`: as much as other ranks'.
     """
 
     deltas: list[Tensor]
     inner_lr: float = 1.0
     buffers: dict[str, Tensor] = field(default_factory=dict)
     proposal: int = 0
+    own: Contribution | None = None
 
 
 class OuterLoop:
@@ -49,7 +52,8 @@ class OuterLoop:
               w_r \leftarrow \lambda w_r + (1 - \lambda) a
 
     Compressors C, biased ones with their residuals, act on differences only, never on parameters. The reducer's
-    aggregator stands where the mean over the replicas stands here.
+    aggregator stands where the mean over the replicas stands here; with weights, a replica's share is the weight of
+    what it has learned from since the last exchange, over the sum of all replicas'.
 
     Args:
         fragments: The parameters by fragment.
@@ -87,6 +91,8 @@ class OuterLoop:
         self.merged_buffers: dict[str, Tensor] = {}
         self.in_flight: dict[int, InFlight] = {}
         self.exchanges = 0
+        self._learned: Weight = 0.0
+        self._counted: dict[int, Weight] = {}
         self._names = {id(a): n for f in self.fragments for n, a in zip(f.names, f.anchor, strict=True)}
         self._scratch: dict[torch.dtype, Tensor] = {}
 
@@ -100,23 +106,34 @@ class OuterLoop:
         for fragment in self.fragments:
             fragment.capture()
         self.merged_buffers = self.buffers.snapshot()
+        self._counted = dict.fromkeys(range(len(self.fragments)), self._learned)
+
+    def learn(self, weight: Weight) -> None:
+        """Note that this rank's parameters have learned from batches of this weight."""
+        self._learned = self._learned + weight
 
     # ---- an exchange: start and finish on the training thread, run on the communication thread ----------------------
 
-    def start(self, index: int, inner_lr: float, proposal: int = 0) -> None:
+    def start(self, index: int, inner_lr: float, proposal: int = 0, *, weighted: bool = False) -> None:
         """Take this rank's parameters of a fragment as they are, to be exchanged while training may go on.
 
         Args:
             index: The fragment.
             inner_lr: The inner optimiser's learning rate now.
             proposal: This rank's proposal for the next period, 0 if that is fixed.
+            weighted: Whether ranks count for what they have learned from since the last exchange of this fragment,
+                instead of equally.
         """
         fragment = self.fragments[index]
         taken = fragment.snapshot(self._buffer(fragment))
         if self.elastic is not None:
             fragment.pull(self.elastic / self._replicas)
         carries = index == len(self.fragments) - 1
-        self.in_flight[index] = InFlight(taken, inner_lr, self.buffers.snapshot() if carries else {}, proposal)
+        own = None
+        if weighted:
+            own = Contribution.of_mean(float(self._learned - self._counted.get(index, 0.0)))
+            self._counted[index] = self._learned
+        self.in_flight[index] = InFlight(taken, inner_lr, self.buffers.snapshot() if carries else {}, proposal, own)
 
     def run(self, index: int, step: int) -> None:
         """Combine the differences, and apply the outer optimiser to the anchor (collective).
@@ -134,6 +151,7 @@ class OuterLoop:
             rate = torch.tensor([flight.inner_lr / self.wire.size], device=fragment.flat.device)
             self.wire.round([Payload("sum", (rate,))])
             flight.inner_lr = float(rate)
+        part = None if flight.own is None else self._weigh(flight.own)
         bucketwise = steps_apart(self.optimizer)
         for place in self.reducer.reduce_each(self._differences(fragment, flight.deltas, step)):
             if bucketwise:
@@ -142,10 +160,16 @@ class OuterLoop:
             self._move_anchor(flight, fragment, range(len(fragment.anchor)))
         flight.deltas = []
         if flight.buffers:
-            self.merged_buffers = flight.buffers = self.buffers.merge(flight.buffers, self.wire)
+            self.merged_buffers = flight.buffers = self.buffers.merge(flight.buffers, self.wire, part)
         if flight.proposal:
             agreed = torch.tensor([flight.proposal], dtype=torch.int64, device=fragment.flat.device)
             flight.proposal = int(self.wire.maximum(agreed))
+
+    def _weigh(self, own: Contribution) -> Weight:
+        # On a GPU this stops the host, once per exchange: where nobody has learned anything, all count alike.
+        if not self.reducer.weigh(own, on_host=True):
+            self.reducer.weigh(Contribution.of_mean(1.0), [1.0] * self.wire.size)
+        return self.reducer.part
 
     def _differences(
         self, fragment: Fragment, taken: list[Tensor], step: int
@@ -204,8 +228,9 @@ class OuterLoop:
         return values
 
     def numbers(self) -> dict[str, int | float]:
-        """Counts and learning rates; the same on all ranks. No exchange may be running."""
-        numbers: dict[str, int | float] = {"exchanges": self.exchanges}
+        """Counts and learning rates, and what this rank has learned from. No exchange may be running."""
+        numbers: dict[str, int | float] = {"exchanges": self.exchanges, "learned": float(self._learned)}
+        numbers.update({f"counted/{index}": float(weight) for index, weight in self._counted.items()})
         for i, group in enumerate(self.optimizer.param_groups):
             numbers[f"lr/{i}"] = float(group["lr"])
         for i, part in enumerate(_with_parts(self.scheduler)):
@@ -243,6 +268,9 @@ class OuterLoop:
             fragment.load_state_dict(tensors["anchor"])
         self.merged_buffers = {name: value.clone() for name, value in tensors["merged_buffers"].items()}
         self.exchanges = int(numbers["exchanges"])
+        self._learned = float(numbers.get("learned", 0.0))
+        counted = {k.removeprefix("counted/"): v for k, v in numbers.items() if k.startswith("counted/")}
+        self._counted = {int(index): float(weight) for index, weight in counted.items()}
         by_name = {self._names[id(a)]: a for f in self.fragments for a in f.anchor}
         if outer:
             for i, group in enumerate(self.optimizer.param_groups):

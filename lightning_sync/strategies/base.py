@@ -14,7 +14,6 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -29,15 +28,17 @@ from lightning_sync.comm.groups import Wires, agree_on_run_id, discover_topology
 from lightning_sync.comm.progress import BACKWARD, OPTIMIZER
 from lightning_sync.comm.topology import Bytes
 from lightning_sync.comm.worker import Executor, executor_for
-from lightning_sync.compressors import Compressor, ErrorFeedback, Route
+from lightning_sync.compressors import Compressor, Route
 from lightning_sync.nonfinite import NonFinite
 from lightning_sync.reducer import Reducer
 from lightning_sync.strategies.alarms import Alarms
+from lightning_sync.strategies.fed import Fed
 from lightning_sync.strategies.hooks import ModeHooks
 from lightning_sync.strategies.keywords import meant_keywords
+from lightning_sync.strategies.remarks import say_bytes
 from lightning_sync.strategies.restore import as_named_now
 from lightning_sync.strategies.resume import Keeper
-from lightning_sync.strategies.watched import Watched
+from lightning_sync.strategies.weighing import Weighing
 from lightning_sync.two_level import levels
 from lightning_sync.validity import check_combination
 
@@ -46,15 +47,15 @@ log = logging.getLogger(__name__)
 _FLAGS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
 
 
-class SyncStrategy(ModeHooks, Watched):
+class SyncStrategy(ModeHooks, Fed):
     """Base class of all strategies; see the subclasses for when replicas meet.
 
     Args:
         compressor: What is on the wire: a name (``"none"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"powersgd"``, or one
             that another package registered), a `Compressor` with its options, or a `Route`. `None`: the precision
             plugin's, if it is a `WirePrecision`, else gradients travel as they are.
-        aggregator: How the contributions become one: a name (``"mean"``, ``"sum"``, ``"adasum"``, ``"median"``,
-            ``"trimmed_mean"``, ``"majority_vote"``) or an `Aggregator`. `None`: the mean.
+        aggregator: How the contributions become one: a name (``"mean"``, ``"weighted_mean"``, ``"sum"``, ``"adasum"``,
+            ``"median"``, ``"trimmed_mean"``, ``"majority_vote"``) or an `Aggregator`. `None`: the mean.
         error_feedback: Wrap error feedback around biased compressors. False saves one float32 per element and loses
             what is not sent.
         two_level: Reduce inside each node exactly and compress only between nodes. `None`: where it saves bytes, that
@@ -129,6 +130,7 @@ class SyncStrategy(ModeHooks, Watched):
         self._executors: list[Executor] = []
         self._keeper = Keeper(self)
         self._alarms = Alarms(self, non_finite, drift_check_every)
+        self._weighing = Weighing(self)
         super().__init__(**kwargs)
 
     # ---- public ------------------------------------------------------------------------------------------------------
@@ -241,23 +243,13 @@ class SyncStrategy(ModeHooks, Watched):
             self._watcher.report_failure(error, where)
 
     def _say_bytes(self, reducer: Reducer, per: str = "step") -> None:
-        ours, plain = reducer.interface_bytes(), reducer.bf16_interface_bytes()
-        name = self.describe()["compressor"]
-        if name not in ("none", "bf16", "fp16") and ours >= plain > 0:
-            rank_zero_warn(
-                f"compressor={name!r} sends {ours:,} bytes per {per} through each network interface in this topology, "
-                f"plain bf16 would send {plain:,}. Use compressor='bf16', or two_level=True with equal ranks per node."
-            )
-        else:
-            rank_zero_info(f"{self.mode}, {name}: {ours:,} bytes per {per} and interface (plain bf16: {plain:,}).")
-        wrapped = [c.inner for _, c in reducer.route.rules if isinstance(c, ErrorFeedback)]
-        if wrapped:
-            rank_zero_info(f"Error feedback is kept for {wrapped}, since they are biased (error_feedback=False: bare).")
+        say_bytes(reducer, self.mode, self.describe()["compressor"], per)
 
     # ---- Lightning: training -----------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Tell the mode that a batch begins."""
+        self._weighing.begin_batch(batch_idx)
         self._alarms.begin_batch()
         self.begin_batch()
         super().on_train_batch_start(batch, batch_idx)
@@ -267,10 +259,13 @@ class SyncStrategy(ModeHooks, Watched):
         module = self.lightning_module
         assert isinstance(module, LightningModule)
         self._at(BACKWARD)
+        closure_loss = self._weighing.scale(closure_loss)
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         try:
-            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            self.before_backward()
+            with self._weighing.silencing():
+                self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             self.after_backward()
         except RuntimeError as error:
             self._blame(error)
@@ -336,16 +331,6 @@ class SyncStrategy(ModeHooks, Watched):
         """Remove the checkpoint, and what lies beside it."""
         super().remove_checkpoint(filepath)
         self._keeper.remove(os.fspath(filepath))
-
-    def attached_trainer(self) -> Trainer | None:
-        """The trainer that uses this strategy now."""
-        module = self.lightning_module
-        return None if module is None or module._trainer is None else module.trainer
-
-    def trainer_interrupted(self) -> bool:
-        """Whether an exception or a signal has ended the run."""
-        trainer = self.attached_trainer()
-        return trainer is not None and trainer.interrupted
 
     # ---- Lightning: the end ------------------------------------------------------------------------------------------
 

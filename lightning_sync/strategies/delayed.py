@@ -138,7 +138,10 @@ class DelayedStrategy(UnwrappedStrategy):
         if self._blocked or self._late is None:
             return
         assert self._marks is not None
-        self._applied = self._late.exchange(self._marks.take(), self.counters.steps, self._slot)
+        own = self._weighing.close()
+        self._applied = self._late.exchange(
+            self._marks.take(), self.counters.steps, self._slot, own if self._weighing.asked else None
+        )
         self._slot += 1
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

@@ -30,6 +30,9 @@ class ModeHooks:
     def begin_batch(self) -> None:
         """Called before every training batch."""
 
+    def before_backward(self) -> None:
+        """Called before every backward, once it is known what its batch weighs."""
+
     def leaders(self) -> tuple[int, ...]:
         """For every rank, the first rank of its replica: 0 where all replicas are equal after every step."""
         return (0,) * self.world_size

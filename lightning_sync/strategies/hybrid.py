@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sync.aggregators import Mean
@@ -33,9 +32,10 @@ from lightning_sync.periodic.period import Period, Progress, as_period
 from lightning_sync.periodic.schedule import Schedule
 from lightning_sync.reducer import Reducer
 from lightning_sync.strategies.boundary import is_last_step
-from lightning_sync.strategies.short_runs import warn_if_short
+from lightning_sync.strategies.remarks import say_replicas, warn_if_short
 from lightning_sync.strategies.unwrapped import UnwrappedStrategy
 from lightning_sync.two_level import levels
+from lightning_sync.weights import Contribution
 
 
 class HybridStrategy(UnwrappedStrategy):
@@ -172,6 +172,7 @@ class HybridStrategy(UnwrappedStrategy):
         specs = sorted((s for f in fragments for s in f.specs), key=lambda s: order[s.name])
         self._reducer = Reducer(specs, route, wires, self.aggregator, self.seed)
         self._reducer.count_once(self._replicas)
+        self._reducer.weighings *= len(fragments)
         self._loop = OuterLoop(
             fragments,
             self._reducer,
@@ -199,12 +200,7 @@ class HybridStrategy(UnwrappedStrategy):
 
     def _say_bytes(self, reducer: Reducer, per: str = "step") -> None:
         super()._say_bytes(reducer, "round of exchanges" if self.schedule.fragments > 1 else "exchange")
-        sizes = {len(ranks) for ranks in self._replicas}
-        rank_zero_info(
-            f"{self.mode}: {len(self._replicas)} replicas of {sorted(sizes)} ranks, gradients averaged inside each in "
-            f"every step, exchanges between them by {self.period!r}"
-            + (f" after {self.warmup_steps} steps of averaging over all." if self.warmup_steps else ".")
-        )
+        say_replicas(self.mode, self._replicas, self.period, self.warmup_steps)
 
     def predicted_bytes(self, step: int | None = None) -> Bytes | None:
         """What this rank sends per step, exchanges spread over their period (`None` before `fit`, or if it varies)."""
@@ -231,6 +227,10 @@ class HybridStrategy(UnwrappedStrategy):
     def gradient_reducer(self) -> Reducer:
         """Over all ranks while warming up, then over the replica."""
         return self._warm if self._warm is not None and self._step < 0 else super().gradient_reducer()
+
+    def learned(self, own: Contribution) -> None:  # noqa: D102 - inherited
+        if self._loop is not None:
+            self._loop.learn(own.weight)
 
     def after_step(self) -> None:
         """End and start exchanges, as the schedule says."""
@@ -290,7 +290,8 @@ class HybridStrategy(UnwrappedStrategy):
     def _start(self, index: int) -> None:
         loop, executor = self._loop, self._executors[-1]
         assert loop is not None
-        loop.start(index, self._inner_lr(), 0 if self.period.fixed else self.schedule.propose(self._progress(then=1)))
+        proposal = 0 if self.period.fixed else self.schedule.propose(self._progress(then=1))
+        loop.start(index, self._inner_lr(), proposal, weighted=self._weighing.asked)
         step = self.counters.steps
         promise = executor.promise(torch.empty(0, device=self._outer_device))
         executor.submit(lambda: loop.run(index, step), [promise], f"exchange of fragment {index} at step {step}")
@@ -374,7 +375,7 @@ class HybridStrategy(UnwrappedStrategy):
         if int(numbers["step"]) <= 0:  # saved while warming up: all that counts is in the parameters
             loop.capture()
             return lost
-        numbers = {k: v for k, v in numbers.items() if not k.startswith("in_flight")}
+        numbers = {k: v for k, v in numbers.items() if not k.startswith(("in_flight", "learned", "counted"))}
         loop.load(numbers, state.replicated, outer=outer)
         for fragment in loop.fragments:
             fragment.merge(0.0)

@@ -88,6 +88,13 @@ class StrictStrategy(SyncStrategy):
         if self._hook is not None:
             self._hook.begin_batch()
 
+    def before_backward(self) -> None:
+        """Agree on what each rank counts for, if a reduction follows."""
+        if getattr(self.model, "require_backward_grad_sync", False):
+            own = self._weighing.close()
+            if self._hook is not None and self._weighing.asked:
+                self._hook.weigh(own)
+
     def after_backward(self) -> None:
         """Raise what the communication thread ran into; count what torch sent in the stock path."""
         if self._hook is not None:

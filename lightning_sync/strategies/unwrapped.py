@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_sync.aggregators import Mean, WeightedMean
 from lightning_sync.checkpoint import ReplicaState
 from lightning_sync.comm.flat_broadcast import broadcast_tensors
 from lightning_sync.comm.groups import Wires, discover_topology, make_group_wire
@@ -29,6 +30,7 @@ from lightning_sync.strategies.boundary import StepBoundary
 from lightning_sync.strategies.consensus import ConsensusView, refuse_averaging_callbacks
 from lightning_sync.strategies.restore import replica_optimizers
 from lightning_sync.strategies.uneven import stop_at_shortest
+from lightning_sync.weights import Contribution, all_zero
 
 
 class UnwrappedStrategy(SyncStrategy):
@@ -111,7 +113,8 @@ class UnwrappedStrategy(SyncStrategy):
         self._replicas = resolve_replica(self.replica, topology)
         wire = make_group_wire(self._replicas, topology, self.counters, self._make_executor().wait, self.group_timeout)
         named = param_specs(module)
-        self._inner = Reducer([spec for spec, _ in named], as_route(Exact()), Wires(wire), seed=self.seed)
+        mean = WeightedMean() if self._weighing.asked else Mean()
+        self._inner = Reducer([spec for spec, _ in named], as_route(Exact()), Wires(wire), mean, self.seed)
         self._reducer = self._inner
         self._marks = GradientMarks((spec.name, p) for spec, p in named)
         self._buckets = make_buckets([(s.name, p) for s, p in named], self._ddp_kwargs.get("bucket_cap_mb", 25))
@@ -299,12 +302,14 @@ class UnwrappedStrategy(SyncStrategy):
         if self._blocked or self._inner is None:
             return
         assert self._marks is not None
-        reducer = self.gradient_reducer()
+        reducer, own = self.gradient_reducer(), self._weighing.close()
         if reducer.wires.world.size == 1:
             self._marks.clear()
+            self._divide(own)
         else:
             reducer.step = self.counters.steps
-            self.run_job(lambda: self._average(reducer), f"averaging gradients at step {self.counters.steps}")
+            self.run_job(lambda: self._average(reducer, own), f"averaging gradients at step {self.counters.steps}")
+        self.learned(own)
         self._alarms.check_gradients(self.counters.steps)
 
     def run_job(self, job: Callable[[], None], where: str) -> None:
@@ -316,8 +321,29 @@ class UnwrappedStrategy(SyncStrategy):
             promise.future.wait()
         self.check_jobs(self._executor)
 
-    def _average(self, reducer: Reducer) -> None:
+    def learned(self, own: Contribution) -> None:
+        """Called with what this rank has brought to a step's gradients."""
+
+    def _divide(self, own: Contribution) -> None:
+        """Make of the sum over this rank's window, the only one of its replica, a mean."""
+        if not self._weighing.asked:
+            return
+        if isinstance(own.weight, float):
+            if own.weight == 0:
+                raise all_zero(self.counters.steps, f"rank {self.global_rank}")
+            if own.unit == own.weight:
+                return
+        assert self.model is not None
+        held = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if held:
+            torch._foreach_mul_(held, own.unit / own.weight)
+
+    def _average(self, reducer: Reducer, own: Contribution) -> None:
         assert self._marks is not None
+        if self._weighing.asked:
+            total = reducer.weigh(own)
+            if isinstance(total, float) and total == 0:
+                raise all_zero(self.counters.steps, f"the replica of rank {self.global_rank}")
         names = [name for bucket in self._buckets for name, _ in bucket]
         used = self._used(names, reducer)
         for bucket in self._buckets:

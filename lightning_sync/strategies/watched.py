@@ -73,6 +73,16 @@ class Watched(DDPStrategy):
         if self._watcher is not None and self._listening is None:
             self._listening = _compat.listen_to_compiler(self._compilation_begins, self._compilation_ends)
 
+    def attached_trainer(self) -> Trainer | None:
+        """The trainer that uses this strategy now."""
+        module = self.lightning_module
+        return None if module is None or module._trainer is None else module.trainer
+
+    def trainer_interrupted(self) -> bool:
+        """Whether an exception or a signal has ended the run."""
+        trainer = self.attached_trainer()
+        return trainer is not None and trainer.interrupted
+
     def stop_watching(self) -> None:
         """Close the watcher; no collective."""
         if self._listening is not None:

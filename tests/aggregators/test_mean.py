@@ -38,6 +38,6 @@ def test_names() -> None:
     assert registry.build("mean") == Mean()
     assert registry.build(Median()) == Median()
     assert registry.build("trimmed_mean") == TrimmedMean(fraction=0.2)
-    known = "mean, sum, adasum, median, trimmed_mean, majority_vote"
+    known = "mean, weighted_mean, sum, adasum, median, trimmed_mean, majority_vote"
     with pytest.raises(ValueError, match=f"aggregator='medain': expected one of {known}, or an instance of Aggregator"):
         registry.build("medain")
