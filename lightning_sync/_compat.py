@@ -34,6 +34,7 @@ __all__ = [
     "SIGTERMException",
     "bucket_order",
     "default_store",
+    "forget_step_logs",
     "listen_to_compiler",
     "loaded_checkpoint",
     "pin_buckets",
@@ -41,6 +42,7 @@ __all__ = [
     "requested_precision",
     "set_default_group_timeout",
     "stop_listening_to_compiler",
+    "take_buffers_from",
 ]
 
 
@@ -169,6 +171,29 @@ def pin_buckets(model: DistributedDataParallel, order: Sequence[nn.Parameter]) -
     for p in order:
         p.grad = None
     model.reducer._rebuild_buckets()
+
+
+def take_buffers_from(model: DistributedDataParallel, source: Callable[[], int]) -> None:
+    """Let DDP's forward hand out the buffers of the rank that `source` returns, instead of always rank 0's.
+
+    DDP can do that itself inside torch's `Join` only, which has a protocol of its own for ranks without data.
+    """
+    stock: Callable[[int], None] = model._sync_module_buffers
+
+    def sync(authoritative_rank: int) -> None:
+        stock(source())
+
+    model._sync_module_buffers = sync  # type: ignore[method-assign]
+
+
+def forget_step_logs(trainer: pl.Trainer) -> None:
+    """Let the values that were logged in the last training step not be logged for this one as well.
+
+    A step without data logs nothing, but the loggers would be given the latest values again.
+    """
+    results = trainer._results
+    for metric in () if results is None else results.values():
+        metric._forward_cache = None
 
 
 def loaded_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:

@@ -121,13 +121,18 @@ class CommHook:
         self._by_batch = True
         self._new_step = True
 
-    def weigh(self, own: Contribution) -> None:
-        """Agree on what each rank counts for in the reduction that follows; call before its backward."""
+    def weigh(self, own: Contribution, known: Sequence[float] | None = None) -> None:
+        """Agree on what each rank counts for in the reduction that follows; call before its backward.
+
+        Args:
+            own: This rank's.
+            known: The weights of all ranks, where nobody has to be asked.
+        """
         step = self.counters.steps
 
         def agree() -> None:
             self.reducer.step = step
-            total = self.reducer.weigh(own)
+            total = self.reducer.weigh(own, known)
             if isinstance(total, float) and total == 0:
                 raise all_zero(step, "all ranks")
 

@@ -222,12 +222,41 @@ def test_buckets_stay_as_they_were_pinned_with_and_without_a_hook(alone: None) -
     assert layout(model) == pinned
 
 
+def test_ddp_takes_buffers_from_the_rank_that_it_is_told_before_every_forward(alone: None) -> None:
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
+    sources: list[int] = []
+    model._sync_module_buffers = sources.append
+    asked: list[int] = []
+
+    def source() -> int:
+        asked.append(len(asked))
+        return 7
+
+    _compat.take_buffers_from(model, source)
+    for _ in range(2):
+        model(torch.randn(3, 4)).sum().backward()
+    assert asked == [0, 1]
+    assert sources == [7, 7]
+
+
+def test_step_logs_are_forgotten_but_not_those_of_the_epoch(trainer: Trainer) -> None:
+    results = trainer.fit_loop.epoch_loop._results
+    trainer.training = True
+    results.log("training_step", "loss", torch.tensor(3.0), on_step=True, on_epoch=True, batch_size=2)
+    _compat.forget_step_logs(trainer)
+    assert results.metrics(on_step=True)["log"] == {}
+    assert results.metrics(on_step=False)["log"] == {"loss_epoch": torch.tensor(3.0)}
+
+
 def test_loaded_checkpoint(trainer: Trainer) -> None:
     assert _compat.loaded_checkpoint(trainer) == {}
 
 
 TESTED = {
     "_checkpoint_connector",
+    "_forward_cache",
+    "_results",
+    "_sync_module_buffers",
     "_loaded_checkpoint",
     "_get_ddp_logging_data",
     "_get_zeros_like_grad_buckets",

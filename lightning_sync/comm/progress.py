@@ -28,6 +28,7 @@ OPTIMIZER = Place("optimizer step and callbacks", 4, False)
 VALIDATION = Place("validation", 5, True)
 SAVING = Place("saving", 6, True)
 COMPILATION = Place("compilation", 2, True)
+OUT_OF_DATA = Place("out of data, while others have some", 6, False)
 END = Place("the end of training", 7, True)
 
 

@@ -38,6 +38,8 @@ from lightning_sync.strategies.keywords import meant_keywords
 from lightning_sync.strategies.remarks import say_bytes
 from lightning_sync.strategies.restore import as_named_now
 from lightning_sync.strategies.resume import Keeper
+from lightning_sync.strategies.spare import loss_of_nothing
+from lightning_sync.strategies.supply import Supply, Uneven
 from lightning_sync.strategies.weighing import Weighing
 from lightning_sync.two_level import levels
 from lightning_sync.validity import check_combination
@@ -76,6 +78,11 @@ class SyncStrategy(ModeHooks, Fed):
             compressed; elsewhere nothing is looked at, as in DDP. Skipping holds buckets until backward has ended.
         drift_check_every: Steps between two comparisons, bit by bit, of ranks that must be equal (100 by default; 0:
             never). Smaller finds drift sooner and costs more; each costs about 0.3 ms per MB of parameters on a CPU.
+        uneven: What happens when ranks have different numbers of training batches. ``"join"``: all data is used; a rank
+            that has run out takes part with weight 0, without running its training step or logging, until all are done,
+            so that epochs, schedules and callbacks stay in step. ``"shortest"``: all stop where the first one does.
+            `None`: join, but with manual optimisation or ``training_step(dataloader_iter)``, where that cannot be
+            done, the shortest (if lengths are known).
         **kwargs: Everything that `lightning.pytorch.strategies.DDPStrategy` accepts, and through it
             `torch.nn.parallel.DistributedDataParallel`: ``bucket_cap_mb``, ``find_unused_parameters``,
             ``static_graph``, ``gradient_as_bucket_view``, ``start_method``, ``process_group_backend`` and so on.
@@ -101,6 +108,7 @@ class SyncStrategy(ModeHooks, Fed):
         stacks_dir: str | Path | None = None,
         non_finite: NonFinite | None = None,
         drift_check_every: int = 100,
+        uneven: Uneven = None,
         **kwargs: Any,
     ) -> None:
         owner = type(self).__name__
@@ -131,6 +139,7 @@ class SyncStrategy(ModeHooks, Fed):
         self._keeper = Keeper(self)
         self._alarms = Alarms(self, non_finite, drift_check_every)
         self._weighing = Weighing(self)
+        self._supply = Supply(self, uneven)
         super().__init__(**kwargs)
 
     # ---- public ------------------------------------------------------------------------------------------------------
@@ -249,10 +258,15 @@ class SyncStrategy(ModeHooks, Fed):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Tell the mode that a batch begins."""
-        self._weighing.begin_batch(batch_idx)
         self._alarms.begin_batch()
         self.begin_batch()
         super().on_train_batch_start(batch, batch_idx)
+
+    def spare_step(self) -> Tensor:
+        """A loss without effect; it touches all parameters where nobody asks which have gradients."""
+        asked = self.root_device.type == "cpu" or self._ddp_kwargs.get("find_unused_parameters", False)
+        trained = [] if asked or self.model is None else [p for p in self.model.parameters() if p.requires_grad]
+        return loss_of_nothing(trained, self.root_device)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """As Lightning's, with `after_backward` where gradients are complete and nobody has looked at them yet."""
@@ -363,6 +377,7 @@ class SyncStrategy(ModeHooks, Fed):
             broken = broken or self._watcher.failure is not None
         self.stop_watching()
         self._alarms.close(broken=broken)
+        self._supply.close(self.attached_trainer(), broken=broken)
         if self._reducer is not None:
             for wires in self._all_wires():
                 if broken:

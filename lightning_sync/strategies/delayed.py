@@ -140,7 +140,7 @@ class DelayedStrategy(UnwrappedStrategy):
         assert self._marks is not None
         own = self._weighing.close()
         self._applied = self._late.exchange(
-            self._marks.take(), self.counters.steps, self._slot, own if self._weighing.asked else None
+            self._marks.take(), self.counters.steps, self._slot, own if self.weighs else None
         )
         self._slot += 1
 

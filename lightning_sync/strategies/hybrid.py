@@ -291,7 +291,7 @@ class HybridStrategy(UnwrappedStrategy):
         loop, executor = self._loop, self._executors[-1]
         assert loop is not None
         proposal = 0 if self.period.fixed else self.schedule.propose(self._progress(then=1))
-        loop.start(index, self._inner_lr(), proposal, weighted=self._weighing.asked)
+        loop.start(index, self._inner_lr(), proposal, weighted=self.weighs)
         step = self.counters.steps
         promise = executor.promise(torch.empty(0, device=self._outer_device))
         executor.submit(lambda: loop.run(index, step), [promise], f"exchange of fragment {index} at step {step}")

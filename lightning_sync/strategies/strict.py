@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sync import _compat
 from lightning_sync.aggregators import Mean
+from lightning_sync.comm.flat_broadcast import broadcast_tensors
 from lightning_sync.comm.groups import discover_topology
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.resolve import is_exact, to_route
@@ -17,6 +20,7 @@ from lightning_sync.precision import loss_scale_of
 from lightning_sync.reducer import Reducer
 from lightning_sync.strategies import buckets
 from lightning_sync.strategies.base import SyncStrategy
+from lightning_sync.strategies.spare import forward_of_nothing, parameters_to_touch
 
 
 class StrictStrategy(SyncStrategy):
@@ -29,6 +33,7 @@ class StrictStrategy(SyncStrategy):
     """
 
     mode = "strict"
+    lock_step: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -36,6 +41,7 @@ class StrictStrategy(SyncStrategy):
         self._topology: Topology | None = None
         self._gradient_bytes = 0
         self._stepped = False
+        self._correction = 1.0
         if self._ddp_comm_hook is not None and kwargs.get("non_finite") is not None:
             raise ValueError(
                 f"StrictStrategy: non_finite={kwargs['non_finite']!r} does not go with ddp_comm_hook, which decides "
@@ -61,6 +67,7 @@ class StrictStrategy(SyncStrategy):
         model = self.model
         assert isinstance(model, DistributedDataParallel)
         buckets.pin(model, self._keeper.order_to_pin())
+        _compat.take_buffers_from(model, self._authority)
         if self._ddp_comm_hook is not None:
             hook = self._ddp_comm_wrapper(self._ddp_comm_hook) if self._ddp_comm_wrapper else self._ddp_comm_hook
             model.register_comm_hook(self._ddp_comm_state, hook)
@@ -91,21 +98,60 @@ class StrictStrategy(SyncStrategy):
     def before_backward(self) -> None:
         """Agree on what each rank counts for, if a reduction follows."""
         if getattr(self.model, "require_backward_grad_sync", False):
-            own = self._weighing.close()
-            if self._hook is not None and self._weighing.asked:
-                self._hook.weigh(own)
+            own, counts = self._weighing.close(), self._supply.attended()
+            if self._hook is not None and self.weighs:
+                self._hook.weigh(own, None if self._weighing.asked else counts)
+            elif counts:
+                self._correction = max(counts) * self.world_size / sum(counts)
 
     def after_backward(self) -> None:
         """Raise what the communication thread ran into; count what torch sent in the stock path."""
         if self._hook is not None:
             self._hook.check()
-        elif self._topology is not None and getattr(self.model, "require_backward_grad_sync", False):
+            return
+        self._correct()
+        if self._topology is not None and getattr(self.model, "require_backward_grad_sync", False):
             sent = self._topology.all_reduce(self._gradient_bytes)
             self.counters.steps += not self._stepped
             self._stepped = True
             self.counters.count(self._gradient_bytes, sent, self._topology.ring_messages)
             self.counters.count_dense(sent)
             self._alarms.check_gradients(self.counters.steps - 1)
+
+    def _correct(self) -> None:
+        """Make of DDP's mean over all ranks the mean over micro-batches that are data."""
+        correction, self._correction = self._correction, 1.0
+        if correction != 1:
+            assert self.model is not None
+            torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], correction)
+
+    def spare_step(self) -> Tensor:
+        """DDP's forward, which sends buffers and awaits gradients, around nothing."""
+        model = self.model
+        assert isinstance(model, DistributedDataParallel)
+        return forward_of_nothing(model, model.module, parameters_to_touch(model))
+
+    def _authority(self) -> int:
+        """Whose buffers everybody takes over before a forward: rank 0's, as in DDP, as long as it has data."""
+        source = self._supply.authority
+        self._supply.pass_authority()
+        return source
+
+    # ---- validation --------------------------------------------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        """Inside `fit`, give all ranks the same buffers, once instead of in every batch, as DDP would."""
+        super().on_validation_start()
+        model = self.model
+        if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
+            broadcast_tensors(model.modules_buffers, self._supply.authority)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's, around DDP: ranks may have different numbers of validation batches."""
+        if not isinstance(self.model, DistributedDataParallel) or self.lightning_module is None:
+            return super().validation_step(*args, **kwargs)
+        with self.precision_plugin.val_step_context():
+            return self.lightning_module.validation_step(*args, **kwargs)
 
     def predicted_bytes(self, step: int | None = None) -> Bytes | None:  # noqa: D102 - inherited
         if self._topology is not None:

@@ -28,9 +28,9 @@ from lightning_sync.strategies.base import SyncStrategy
 from lightning_sync.strategies.batchnorm import ReplicaBatchNorm
 from lightning_sync.strategies.boundary import StepBoundary
 from lightning_sync.strategies.consensus import ConsensusView, refuse_averaging_callbacks
+from lightning_sync.strategies.fed import is_mean
 from lightning_sync.strategies.restore import replica_optimizers
-from lightning_sync.strategies.uneven import stop_at_shortest
-from lightning_sync.weights import Contribution, all_zero
+from lightning_sync.weights import Contribution, Weight, all_zero
 
 
 class UnwrappedStrategy(SyncStrategy):
@@ -50,8 +50,6 @@ class UnwrappedStrategy(SyncStrategy):
     """
 
     mode = "unwrapped"
-    #: Whether ranks wait for one another in every step anyway, so that a user's own collectives in a step cost little.
-    lock_step: ClassVar[bool] = False
     equal_buffers: ClassVar[bool] = True
 
     def __init__(self, *args: Any, replica: Replica = "auto", **kwargs: Any) -> None:
@@ -75,7 +73,7 @@ class UnwrappedStrategy(SyncStrategy):
         self._view: ConsensusView | None = None
         self._batchnorm: ReplicaBatchNorm | None = None
         self._told_local = False
-        self._limit: int | float | None = None
+        self._idle = False
         self._trained: set[int] = set()
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -172,18 +170,6 @@ class UnwrappedStrategy(SyncStrategy):
         values = self.consensus()
         return state if self._view is None or values is None else self._view.replace(state, values)
 
-    # ---- data --------------------------------------------------------------------------------------------------------
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """As Lightning's; of ranks with different numbers of training batches, all stop at the shortest."""
-        dataloader = super().process_dataloader(dataloader)
-        trainer = self.attached_trainer()
-        if trainer is not None and trainer.training and self.world_size > 1:
-            if self._limit is None:
-                self._limit = trainer.limit_train_batches
-            stop_at_shortest(trainer, dataloader)
-        return dataloader
-
     # ---- users' own collectives --------------------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -194,7 +180,7 @@ class UnwrappedStrategy(SyncStrategy):
         """
         if self.lock_step or not self._in_batch or self.world_size == 1:
             return super().reduce(tensor, group, reduce_op)
-        if reduce_op is None or (isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")):
+        if is_mean(reduce_op):
             if not self._told_local:
                 self._told_local = True
                 rank_zero_info(
@@ -259,9 +245,15 @@ class UnwrappedStrategy(SyncStrategy):
         self._attempted = False
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's; notes that this batch holds a step, however many optimisers take part in it."""
+        """As Lightning's; notes that this batch holds a step, however many optimisers take part in it.
+
+        A replica none of whose ranks has data takes no step: an optimiser would act on gradients of zero, too.
+        """
         self._attempted = True
-        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        if not self._supply.spare:
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        result = closure()
+        return result if self._idle else super().optimizer_step(optimizer, lambda: result, *args, **kwargs)
 
     def _leave_batch(self) -> None:
         self._in_batch = False
@@ -326,24 +318,34 @@ class UnwrappedStrategy(SyncStrategy):
 
     def _divide(self, own: Contribution) -> None:
         """Make of the sum over this rank's window, the only one of its replica, a mean."""
-        if not self._weighing.asked:
+        if not self.weighs:
             return
         if isinstance(own.weight, float):
-            if own.weight == 0:
-                raise all_zero(self.counters.steps, f"rank {self.global_rank}")
-            if own.unit == own.weight:
+            self._check_weight(own.weight, f"rank {self.global_rank}")
+            if own.weight == 0 or own.unit == own.weight or not self._weighing.asked:
                 return
         assert self.model is not None
         held = [p.grad for p in self.model.parameters() if p.grad is not None]
         if held:
             torch._foreach_mul_(held, own.unit / own.weight)
 
+    def _check_weight(self, total: Weight, ranks: str) -> None:
+        """Note whether the replica has nothing to learn from; that is an error where it has data."""
+        if isinstance(total, float) or self._supply.spare:
+            self._idle = float(total) == 0
+            if self._idle and not self._supply.spare:
+                raise all_zero(self.counters.steps, ranks)
+
     def _average(self, reducer: Reducer, own: Contribution) -> None:
         assert self._marks is not None
-        if self._weighing.asked:
-            total = reducer.weigh(own)
-            if isinstance(total, float) and total == 0:
-                raise all_zero(self.counters.steps, f"the replica of rank {self.global_rank}")
+        source = 0
+        if self.weighs:
+            self._check_weight(reducer.weigh(own), f"the replica of rank {self.global_rank}")
+        if self._supply.joining:
+            # Which of these ranks had data is known to nobody yet. On a GPU this stops the host.
+            wire = reducer.wires.world
+            here = torch.tensor([wire.size - wire.rank if own.weight else 0], device=reducer.params[0].device)
+            source = (wire.size - int(wire.maximum(here))) % wire.size
         names = [name for bucket in self._buckets for name, _ in bucket]
         used = self._used(names, reducer)
         for bucket in self._buckets:
@@ -353,7 +355,7 @@ class UnwrappedStrategy(SyncStrategy):
         self._marks.clear()
         module = self.lightning_module
         assert module is not None
-        broadcast_tensors(list(module.buffers()), source=0, wire=reducer.wires.world)
+        broadcast_tensors(list(module.buffers()), source, wire=reducer.wires.world)
 
     def _used(self, names: Sequence[str], reducer: Reducer) -> set[str]:
         """The parameters that any rank has used since the marks were cleared.
@@ -371,9 +373,6 @@ class UnwrappedStrategy(SyncStrategy):
         if self._boundary is not None and trainer is not None and self._boundary in trainer.callbacks:  # type: ignore[attr-defined]
             trainer.callbacks.remove(self._boundary)  # type: ignore[attr-defined]
         self._boundary = None
-        if trainer is not None and self._limit is not None:
-            trainer.limit_train_batches = self._limit
-        self._limit = None
         if self._marks is not None:
             self._marks.close()
             self._marks = None

@@ -27,12 +27,14 @@ class Watched(DDPStrategy):
     Attributes:
         stopped_because: Why ranks agreed to stop, once they have; with the rank that asked.
         stopped_at: The checkpoint that was saved then.
+        store_prefix: What the keys of this fit in the store start with.
     """
 
     step_timeout: float
     stacks_dir: str | Path | None
     stopped_because: str | None = None
     stopped_at: str | None = None
+    store_prefix: str = ""
     _watcher: Watcher | None = None
     _listening: _compat.Listener | None = None
     _outside_validation: Place = SETUP
@@ -51,11 +53,12 @@ class Watched(DDPStrategy):
         """Make the watcher of one fit (all ranks; `run` is its random id)."""
         log_dir = trainer.log_dir if self.stacks_dir is None else None  # a broadcast: all ranks or none
         self.stopped_because = self.stopped_at = None
+        self.store_prefix = f"lightning_sync/{run}"
         self._watcher = Watcher(
             _compat.default_store(),
             self.global_rank,
             self.world_size,
-            prefix=f"lightning_sync/{run}",
+            prefix=self.store_prefix,
             step_timeout=self.step_timeout,
             first_timeout=self._setup_seconds,
             lost_after=self.step_timeout,

@@ -40,13 +40,16 @@ class Weighing:
         """Whether batches differ in what they count for."""
         return is_weighted(self._strategy.aggregator)
 
-    def begin_batch(self, batch_idx: int) -> None:
-        """Begin a new window where Lightning zeroes gradients."""
+    def begin_batch(self, batch_idx: int) -> bool:
+        """Begin a new window where Lightning zeroes gradients; returns whether this is where."""
         module = self._strategy.lightning_module
         assert module is not None
         self._batch += 1
-        if module.automatic_optimization and batch_idx % module.trainer.accumulate_grad_batches == 0:
-            self._clear()
+        begins = module.automatic_optimization and batch_idx % module.trainer.accumulate_grad_batches == 0
+        if begins:
+            self._window.clear()
+            self._batches = []
+        return begins
 
     def see(self, batch: Any) -> None:
         """Weigh a batch before its training step."""
@@ -119,10 +122,6 @@ class Weighing:
         divisor = float(module.trainer.accumulate_grad_batches) if module.automatic_optimization else None
         self._batches = []
         return self._window.close(divisor if self.asked else None)
-
-    def _clear(self) -> None:
-        self._window.clear()
-        self._batches = []
 
     def _checked(self, value: object) -> Weight:
         return as_weight(value, self._strategy.global_rank, self._strategy.counters.steps)

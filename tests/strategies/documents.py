@@ -107,7 +107,7 @@ def batches(data: Dataset[Any], size: int) -> Iterator[Any]:
 
 def alone(
     data: list[Dataset[Any]], sizes: list[int], window: int, clip: float | None = None, tokens: bool = True,
-    delay: int = 0,
+    delay: int = 0, ranks_alike: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
     """One epoch of one process on all ranks' data: every step sees the concatenation of all their micro-batches."""
     net, late = network(), []
@@ -117,6 +117,8 @@ def alone(
         joined = [torch.cat(parts) for parts in zip(*held, strict=True)]
         optimizer.zero_grad()
         loss = loss_of(net, joined) if tokens else (net(joined[0]) - joined[1]).square().mean()
+        if ranks_alike:
+            loss = torch.stack([loss_of(net, part) for part in held]).mean()
         loss.backward()
         late.append([p.grad for p in net.parameters()])
         if len(late) <= delay:
@@ -129,20 +131,22 @@ def alone(
     return named(net)
 
 
-def apart(data: list[Dataset[Any]], window: int, every: int) -> dict[str, Tensor]:
+def apart(data: list[Dataset[Any]], window: int, every: int, by_tokens: bool = True) -> dict[str, Tensor]:
     """One epoch of ranks that step on their own, and meet every `every` steps and at the end, by tokens seen."""
     nets = [network() for _ in data]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets]
     readers = [batches(d, 2) for d in data]
     tokens, step = [0.0] * len(data), 0
-    while windows := [held for reader in readers if (held := list(islice(reader, window)))]:
+    while any(windows := [list(islice(reader, window)) for reader in readers]):
         step += 1
         for r, held in enumerate(windows):
+            if not held:
+                continue
             joined = [torch.cat(parts) for parts in zip(*held, strict=True)]
             optimizers[r].zero_grad()
             loss_of(nets[r], joined).backward()
             optimizers[r].step()
-            tokens[r] += float(joined[2].sum())
+            tokens[r] += float(joined[2].sum()) if by_tokens else len(held)
         if step % every == 0:
             meet(nets, tokens)
     meet(nets, tokens)
