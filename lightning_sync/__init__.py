@@ -36,6 +36,7 @@ from lightning_sync.nonfinite import NonFiniteError
 from lightning_sync.periodic.outer import Nesterov, SlowMo
 from lightning_sync.periodic.period import Growing, Period, QuadraticRule, Seconds
 from lightning_sync.precision import WirePrecision
+from lightning_sync.sampler import SharedSampler
 from lightning_sync.strategies import (
     DelayedStrategy,
     HybridStrategy,
@@ -79,6 +80,7 @@ __all__ = [
     "RatioWarmup",
     "Route",
     "Seconds",
+    "SharedSampler",
     "SlowMo",
     "StrictStrategy",
     "Sum",

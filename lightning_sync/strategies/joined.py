@@ -8,6 +8,7 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 
 from lightning_sync.comm.attendance import Attendance
+from lightning_sync.sampler import SharedSampler
 
 Miss = Callable[[int], bool]
 
@@ -37,6 +38,8 @@ class JoinedLoader:
     _all_or_none: bool
     _last: Any
     _resume: tuple[int, int | None]
+    _began: int
+    _ended: bool
 
     def __init__(self, loader: Any, attendance: Attendance, miss: Miss, *, all_or_none: bool = False) -> None:
         own = vars(self)
@@ -48,6 +51,8 @@ class JoinedLoader:
         own["_all_or_none"] = all_or_none
         own["_last"] = []
         own["_resume"] = (0, None)
+        own["_began"] = 0
+        own["_ended"] = False
 
     @property
     def spare(self) -> bool:
@@ -68,9 +73,19 @@ class JoinedLoader:
         start, real = self._resume
         self.attendance.begin()
         self.taken, self.real, self._resume = start, real, (0, None)
+        self._began, self._ended = start, False
         return self._pass(start)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the loop has begun the last batch of this pass."""
+        return self._ended or (self.attendance.length is not None and self.taken >= self.attendance.length)
+
     def _pass(self, index: int) -> Iterator[Any]:
+        yield from self._items(index)
+        self._ended = True
+
+    def _items(self, index: int) -> Iterator[Any]:
         source = iter(self.loader) if self.real is None else iter(())
         claimed = sized_len(self.loader) if self.attendance.length is not None else None
         while True:
@@ -115,16 +130,46 @@ class StatefulJoinedLoader(JoinedLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is, and where the loop is."""
-        return {"loader": self.loader.state_dict(), "taken": self.taken, "real": self.real}
+        return {"loader": self.source_state(), "taken": self.taken, "real": self.real, "ended": self.ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass begin where `state_dict` was called."""
-        self._resume = (int(state["taken"]), state["real"])
-        self.loader.load_state_dict(state["loader"])
+        """Let the next pass begin where `state_dict` was called; at the end of a pass that is a new one."""
+        if not state["ended"]:
+            self._resume = (int(state["taken"]), state["real"])
+        self.load_source(state)
+
+    def source_state(self) -> dict[str, Any]:
+        """Where this rank's own data is."""
+        state: dict[str, Any] = self.loader.state_dict()
+        return state
+
+    def load_source(self, state: dict[str, Any]) -> None:
+        """Let it go on from there; if it was used up already, the next time that it is asked is a new pass."""
+        if state["ended"] or state["real"] is None:
+            self.loader.load_state_dict(state["loader"])
+
+
+class SharedJoinedLoader(StatefulJoinedLoader):
+    """A `JoinedLoader` of a loader whose indices come from a `SharedSampler`."""
+
+    def source_state(self) -> dict[str, Any]:  # noqa: D102 - inherited
+        taken = self.taken if self.real is None else min(self.taken, self.real)
+        state: dict[str, Any] = self.loader.sampler.state_dict((taken - self._began) * self.loader.batch_size)
+        return state
+
+    def load_source(self, state: dict[str, Any]) -> None:  # noqa: D102 - inherited
+        if state["ended"]:
+            self.loader.sampler.set_epoch(state["loader"]["epoch"] + 1)
+        else:
+            self._resume = (int(state["taken"]), None)  # the other ranks wait for it to say how far it had drawn
+            self.loader.sampler.load_state_dict(state["loader"])
 
 
 def joined(loader: Any, attendance: Attendance, miss: Miss, *, all_or_none: bool = False) -> JoinedLoader:
     """The `JoinedLoader` that suits a loader."""
-    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    kind = StatefulJoinedLoader if stateful else JoinedLoader
+    kind = JoinedLoader
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        kind = StatefulJoinedLoader
+    elif isinstance(getattr(loader, "sampler", None), SharedSampler) and getattr(loader, "batch_size", None):
+        kind = SharedJoinedLoader
     return kind(loader, attendance, miss, all_or_none=all_or_none)

@@ -14,8 +14,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_sync import _compat
 from lightning_sync.checks import check_choice
 from lightning_sync.comm.attendance import AskedInStep, Attendance, KnownLengths, NotedInStore
+from lightning_sync.comm.board import Board
 from lightning_sync.comm.groups import abandon
 from lightning_sync.comm.progress import OUT_OF_DATA
+from lightning_sync.sampler import SharedSampler
 from lightning_sync.strategies.joined import JoinedLoader, joined
 from lightning_sync.strategies.uneven import all_lengths, stop_at_shortest
 
@@ -63,6 +65,9 @@ class Supply:
         self.close_loader()
         lengths = all_lengths(trainer, loader)
         known, self._loaders = min(lengths) >= 0, self._loaders + 1
+        sampler = getattr(loader, "sampler", None)
+        if isinstance(sampler, SharedSampler):
+            self._attach(sampler, trainer)
         if known and len(set(lengths)) == 1:
             return loader
         reason = self._why_not_join(trainer)
@@ -87,6 +92,17 @@ class Supply:
         attendance = KnownLengths(lengths) if known else self._ask()
         self._loader = joined(loader, attendance, self._miss, all_or_none=self._uneven == "shortest")
         return self._loader
+
+    def _attach(self, sampler: SharedSampler, trainer: Trainer) -> None:
+        strategy, reason = self._strategy, self._why_not_join(trainer)
+        if reason is not None or self._uneven == "shortest":
+            raise ValueError(
+                "SharedSampler lets ranks run out of data at different times, which needs uneven='join'; that does not "
+                f"go with {reason or repr(self._uneven)}."
+            )
+        assert strategy._watcher is not None
+        board = Board(_compat.default_store(), f"{strategy.store_prefix}/draw/{self._loaders}")
+        sampler.attach(board, strategy.global_rank, strategy.world_size, strategy._watcher.check)
 
     def _why_not_join(self, trainer: Trainer) -> str | None:
         module = trainer.lightning_module
