@@ -15,8 +15,11 @@ from lightning_sync.aggregators import (
 )
 from lightning_sync.compressors import (
     BF16,
+    FP8,
     FP16,
     AcpSGD,
+    QSGD,
+    BlockInt4,
     BlockInt8,
     ChunkTopK,
     Compressor,
@@ -29,6 +32,9 @@ from lightning_sync.compressors import (
     RatioWarmup,
     Route,
     Where,
+    Schedule,
+    Sign,
+    SignVote,
 )
 from lightning_sync.drift import DriftError
 from lightning_sync.nonfinite import NonFiniteError
@@ -50,10 +56,13 @@ register()
 
 __all__ = [
     "BF16",
+    "FP8",
     "FP16",
     "AcpSGD",
     "Adasum",
+    "QSGD",
     "Aggregator",
+    "BlockInt4",
     "BlockInt8",
     "ChunkTopK",
     "Compressor",
@@ -77,7 +86,10 @@ __all__ = [
     "RandomBlock",
     "RatioWarmup",
     "Route",
+    "Schedule",
     "Seconds",
+    "Sign",
+    "SignVote",
     "SlowMo",
     "StrictStrategy",
     "Sum",
