@@ -17,8 +17,8 @@ from lightning_sync.compressors import (
     BF16,
     FP8,
     FP16,
-    AcpSGD,
     QSGD,
+    AcpSGD,
     BlockInt4,
     BlockInt8,
     ChunkTopK,
@@ -31,10 +31,10 @@ from lightning_sync.compressors import (
     RandomBlock,
     RatioWarmup,
     Route,
-    Where,
     Schedule,
     Sign,
     SignVote,
+    Where,
 )
 from lightning_sync.drift import DriftError
 from lightning_sync.nonfinite import NonFiniteError
@@ -58,9 +58,9 @@ __all__ = [
     "BF16",
     "FP8",
     "FP16",
+    "QSGD",
     "AcpSGD",
     "Adasum",
-    "QSGD",
     "Aggregator",
     "BlockInt4",
     "BlockInt8",

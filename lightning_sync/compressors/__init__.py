@@ -7,17 +7,17 @@ from lightning_sync.compressors.cast import BF16, FP16
 from lightning_sync.compressors.dgc import LocalClipping, MomentumCorrection, RatioWarmup, dgc
 from lightning_sync.compressors.exact import Exact
 from lightning_sync.compressors.feedback import ErrorFeedback
-from lightning_sync.compressors.plain import PlainBlocks
-from lightning_sync.compressors.powersgd import PowerSGD
-from lightning_sync.compressors.randomblock import RandomBlock
-from lightning_sync.compressors.route import Route, Where, as_route
-from lightning_sync.compressors.topk import ChunkTopK
 from lightning_sync.compressors.fp8 import FP8
 from lightning_sync.compressors.fused import FusedCodec
 from lightning_sync.compressors.integers import BlockInt4, BlockInt8
+from lightning_sync.compressors.plain import PlainBlocks
+from lightning_sync.compressors.powersgd import PowerSGD
 from lightning_sync.compressors.qsgd import QSGD
+from lightning_sync.compressors.randomblock import RandomBlock
+from lightning_sync.compressors.route import Route, Where, as_route
 from lightning_sync.compressors.schedule import Schedule
 from lightning_sync.compressors.sign import Sign, SignVote
+from lightning_sync.compressors.topk import ChunkTopK
 from lightning_sync.registry import Registry
 
 registry: Registry[Compressor | Route] = Registry(
@@ -45,8 +45,8 @@ __all__ = [
     "BF16",
     "FP8",
     "FP16",
-    "AcpSGD",
     "QSGD",
+    "AcpSGD",
     "BlockCodec",
     "BlockInt4",
     "BlockInt8",
@@ -54,9 +54,9 @@ __all__ = [
     "Compressor",
     "ErrorFeedback",
     "Exact",
+    "FusedCodec",
     "LocalClipping",
     "MomentumCorrection",
-    "FusedCodec",
     "Payload",
     "PlainBlocks",
     "PowerSGD",
@@ -64,10 +64,10 @@ __all__ = [
     "RatioWarmup",
     "Reduction",
     "Route",
-    "Where",
     "Schedule",
     "Sign",
     "SignVote",
+    "Where",
     "as_route",
     "dgc",
     "registry",

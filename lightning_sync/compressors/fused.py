@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sync.compressors.base import Payload, Reduction
-from lightning_sync.compressors.blocks import BlockCodec, owner_residual, worker_residual
+from lightning_sync.compressors.blocks import BlockCodec, BlockPlan, owner_residual, worker_residual
 from lightning_sync.compressors.finite import forget_
 from lightning_sync.compressors.kernels import Kernels, deliver, feed, kernels_for, kernels_in
 from lightning_sync.compressors.layout import Layout, layout
@@ -127,18 +127,21 @@ class FusedCodec(BlockCodec):
         else:
             rest = worker_residual(self.block, keys, state)
         owned = yield Payload("exchange", self._send(rest, place, tensors, state, decay), plan.splits)
-        combined = self.combine_code(owned.tensors, state)
+        combined = yield from self.combine_code(owned.tensors, plan, state)
         late = torch.zeros_like(combined) if decay is None else owner_residual(self.block, keys, state)
         everything = yield plan.gather(self._send_on(late, place, combined, state, decay))
         return self._deliver(everything.tensors, place, tensors, state)
 
-    def combine_code(self, code: Sequence[Tensor], state: State) -> Tensor:
+    def combine_code(
+        self, code: Sequence[Tensor], plan: BlockPlan, state: State
+    ) -> Generator[Payload, Payload, Tensor]:
         """What the contributions ``[N, rows, ...]`` to the blocks of this rank become, ``[rows, block]``."""
-        rows = self.decode(code, state.params[0].state_dtype, kernels_in(state))
-        return state.combine(rows.flatten(1)).view(-1, self.block)
+        return (yield from state.aggregate(self.decode(code, plan.dtype, kernels_in(state)), plan.counts))
 
     def _send(self, kept: Tensor, place: Layout, tensors: Sequence[Tensor], state: State, decay: float | None) -> Code:
         """The code of what is kept and what is new, sorted by owner."""
+        if state.left_out:
+            kept = kept.clone()  # what is sent is read by nobody; the others wait for something of this size
         if decay == 0:
             kept.zero_()
         keys = row_keys(place.streams[0], state.step) if self.noisy else None

@@ -66,7 +66,9 @@ class QSGD(FusedCodec):
     def encode_planes(self, values: Planes, keys: Tensor | None) -> tuple[Code, list[Tensor]]:
         largest = peak(values).clamp(min=torch.finfo(torch.float32).tiny)  # squares of what is below 1 cannot overflow
         shares = [v / largest for v in values]
-        norm = (total([v * v for v in shares]).sqrt() * largest).to(torch.float32)
+        # The root of a float32 number by way of float64 is the nearest float32 number, whoever computes it.
+        root = total([v * v for v in shares]).to(torch.float32).double().sqrt().to(torch.float32)
+        norm = (root * largest).to(torch.float32)
         scale = self._scale(norm, values[0].dtype)
         digits = quantise([v / scale for v in values], keys, self.levels)
         words = join(digits, self.bits, 1 << (self.bits - 1))

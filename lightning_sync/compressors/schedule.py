@@ -16,6 +16,8 @@ from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.base import Compressor, Reduction
 from lightning_sync.state import Arena, Cover, ParamSpec, State
 
+Phases = Sequence[tuple[int, Compressor]]
+
 
 @dataclass(frozen=True)
 class Schedule(Compressor):
@@ -38,7 +40,7 @@ class Schedule(Compressor):
         TypeError: for a phase that is no compressor.
     """
 
-    phases: Sequence[tuple[int, Compressor]]
+    phases: Phases
 
     def __post_init__(self) -> None:
         from lightning_sync.compressors import registry  # here: the registry knows this module's neighbours
@@ -72,6 +74,16 @@ class Schedule(Compressor):
     @override
     def aggregates(self) -> bool:  # type: ignore[override]
         return all(c.aggregates for _, c in self.phases)
+
+    @property
+    @override
+    def by_parameter(self) -> bool:  # type: ignore[override]
+        return all(c.by_parameter for _, c in self.phases)
+
+    @override
+    def exchanged(self) -> Compressor | None:
+        found = [(step, c.exchanged()) for step, c in self.phases]
+        return None if any(c is None for _, c in found) else replace(self, phases=cast("Phases", found))
 
     @override
     def accepts(self, param: ParamSpec) -> bool:
@@ -137,7 +149,7 @@ def _kind(phase: int, kind: str) -> str:
 def _follow(part: State, state: State) -> None:
     """A phase's state knows what the whole one knows."""
     part.rank, part.world_size, part.seed, part.step = state.rank, state.world_size, state.seed, state.step
-    part.share, part.combine = state.share, state.combine
+    part.share, part.shares, part.aggregator = state.share, state.shares, state.aggregator
 
 
 def _lazy(part: State, kind: str) -> Callable[[State], Arena]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_sync.compressors.base import Payload
+from lightning_sync.compressors.blocks import BlockPlan
 from lightning_sync.compressors.fused import Code, FusedCodec
 from lightning_sync.compressors.integers import check_block
 from lightning_sync.compressors.kernels import kernels_in
@@ -100,8 +102,11 @@ class SignVote(Sign):
     remembers: ClassVar[bool] = False
 
     @override
-    def combine_code(self, code: Sequence[Tensor], state: State) -> Tensor:
-        rows = self.decode(code, state.params[0].state_dtype, kernels_in(state))
+    def combine_code(
+        self, code: Sequence[Tensor], plan: BlockPlan, state: State
+    ) -> Generator[Payload, Payload, Tensor]:
+        yield from ()  # decided here: no aggregator is asked
+        rows = self.decode(code, plan.dtype, kernels_in(state))
         loudest = rows.sum(0)
         votes = rows.sign_().sum(0)  # a rank whose block is zero abstains
         size = (code[1].to(rows.dtype) * (1 / self.block)).sum(0)

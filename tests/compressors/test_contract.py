@@ -13,8 +13,8 @@ from lightning_sync.compressors import (
     BF16,
     FP8,
     FP16,
-    AcpSGD,
     QSGD,
+    AcpSGD,
     BlockInt4,
     BlockInt8,
     ChunkTopK,
@@ -29,10 +29,10 @@ from lightning_sync.compressors import (
     RandomBlock,
     RatioWarmup,
     Reduction,
-    dgc,
     Schedule,
     Sign,
     SignVote,
+    dgc,
     registry,
 )
 from lightning_sync.compressors.random import generator

@@ -24,7 +24,7 @@ def test_it_is_the_same_again_and_another_elsewhere() -> None:
 def reference(seed: int, name: str, row: int, step: int, place: int) -> float:
     """splitmix64's finaliser for the row, lowbias32 for the place, in Python's integers."""
     digest = hashlib.blake2b(repr((seed, name)).encode(), digest_size=8).digest()
-    x = (int.from_bytes(digest, "little") >> 1) + row * 0xD1342543DE82EF95 + (step + 1) * 0x9E3779B97F4A7C15
+    x = (int.from_bytes(digest, "little") >> 2) + row * 0xD1342543DE82EF95 + step * 0x9E3779B97F4A7C15
     x %= 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
