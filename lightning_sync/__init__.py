@@ -16,8 +16,11 @@ from lightning_sync.aggregators import (
 )
 from lightning_sync.compressors import (
     BF16,
+    FP8,
     FP16,
+    QSGD,
     AcpSGD,
+    BlockInt4,
     BlockInt8,
     ChunkTopK,
     Compressor,
@@ -29,6 +32,9 @@ from lightning_sync.compressors import (
     RandomBlock,
     RatioWarmup,
     Route,
+    Schedule,
+    Sign,
+    SignVote,
     Where,
 )
 from lightning_sync.drift import DriftError
@@ -52,10 +58,13 @@ register()
 
 __all__ = [
     "BF16",
+    "FP8",
     "FP16",
+    "QSGD",
     "AcpSGD",
     "Adasum",
     "Aggregator",
+    "BlockInt4",
     "BlockInt8",
     "ChunkTopK",
     "Compressor",
@@ -79,8 +88,11 @@ __all__ = [
     "RandomBlock",
     "RatioWarmup",
     "Route",
+    "Schedule",
     "Seconds",
     "SharedSampler",
+    "Sign",
+    "SignVote",
     "SlowMo",
     "StrictStrategy",
     "Sum",

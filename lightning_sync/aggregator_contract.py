@@ -13,7 +13,7 @@ from lightning_sync.comm.simulated import SimulatedWorld
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.compressors.base import Compressor
 from lightning_sync.compressors.feedback import ErrorFeedback
-from lightning_sync.compressors.int8 import BlockInt8
+from lightning_sync.compressors.integers import BlockInt8
 from lightning_sync.compressors.plain import PlainBlocks
 from lightning_sync.contract import LAYOUTS, payload_bytes, require
 from lightning_sync.state import ParamSpec

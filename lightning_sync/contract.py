@@ -7,7 +7,6 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -43,25 +42,21 @@ def make_specs(
 def undelivered(states: Sequence[State], key: str) -> Tensor:
     """What all ranks together still keep of a parameter, in float64, flat, in units of the mean.
 
-    Sums the arenas ``"residual"`` (of every rank; elements beyond the parameter's are padding) and ``"owner_residual"``
-    (of every rank, for the blocks of a `BlockCodec` that it owns).
+    Sums what every rank declares in `State.undelivered`. An arena ``"residual"`` that is not declared there counts as
+    well: its first elements are the parameter's.
     """
     spec = states[0].spec(key)
     total = torch.zeros(spec.numel, dtype=torch.float64)
     for state in states:
+        covers = state.covers()
         residual = state.arenas.get("residual")
-        if residual is not None and key in residual:
+        if residual is not None and key in residual and "residual" not in covers:
             total += residual[key][: spec.numel].double().cpu()
-    for rank, state in enumerate(states):
-        owned = state.arenas.get("owner_residual")
-        if owned is None or key not in owned or not owned[key].numel():
-            continue
-        block, table = cast(int, state.cache["block"]), cast("dict[str, int]", state.cache["first_block"])
-        rows, first = -(-spec.numel // block), table[key]
-        mine = [i for i in range(rows) if (first + i) % len(states) == rank]
-        placed = torch.zeros(rows, block, dtype=torch.float64)
-        placed[mine] = owned[key].double().cpu().view(len(mine), -1)
-        total += placed.view(-1)[: spec.numel]
+        for kind, of_kind in covers.items():
+            if key in of_kind:
+                places, real = of_kind[key].elements()
+                values = state.arenas[kind][key].double().cpu()
+                total.index_add_(0, places[real] - (spec.start or 0), values[real])
     return total
 
 
@@ -270,7 +265,7 @@ def check_telescoping(bench: Bench) -> None:
                 delivered[i] += result.double().view(-1)
                 for mine in gradients:
                     meant[i] += mine[i].double().view(-1) / bench.world_size
-        if not {"residual", "owner_residual"} & set(world.states[0].arenas):
+        if not ("residual" in world.states[0].arenas or world.states[0].covers()):
             return
         for spec, total, sent in zip(specs, meant, delivered, strict=True):
             error = _distance(sent + undelivered(world.states, spec.key), total)

@@ -324,6 +324,6 @@ class State:
         finally:
             for arena, key, value in saved:
                 if value is not None:
-                    arena[key].copy_(value)
+                    arena.load({key: value})  # what was inside may have forgotten it
                 else:
                     arena.forget(key)

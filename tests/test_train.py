@@ -137,11 +137,14 @@ def test_the_console_command_starts_its_ranks_too(command: Command, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["compressor=zip"], "compressor=zip is unknown; accepted: bf16, fp16, int8, none, powersgd."),
+        (["compressor=zip"], "compressor=zip is unknown; accepted: acp, bf16, dgc, fp16, fp8, int4, int8, none, "),
         (["compressor=null"], "must be a string"),
         (["nosuch=1"], "nosuch=1 is unknown; accepted: strategy, compressor,"),
         (["trainer.max_stepz=1"], "trainer.max_stepz=1 is unknown; accepted in trainer: "),
-        (["compressor=int8", "compressor.blok=3"], "compressor.blok=3 is unknown; accepted in compressor: block "),
+        (
+            ["compressor=int8", "compressor.blok=3"],
+            "compressor.blok=3 is unknown; accepted in compressor: block, stochastic ",
+        ),
         (["trainer.max_steps=ten"], "trainer.max_steps=ten: accepted: a whole number from 1, -1"),
         (["trainer.max_steps=0"], "trainer.max_steps=0: accepted: a whole number from 1, -1 for no limit, or null."),
         (["trainer.max_epochs=0"], "trainer.max_epochs=0: accepted: a whole number from 1"),

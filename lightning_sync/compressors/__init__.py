@@ -7,11 +7,16 @@ from lightning_sync.compressors.cast import BF16, FP16
 from lightning_sync.compressors.dgc import LocalClipping, MomentumCorrection, RatioWarmup, dgc
 from lightning_sync.compressors.exact import Exact
 from lightning_sync.compressors.feedback import ErrorFeedback
-from lightning_sync.compressors.int8 import BlockInt8
+from lightning_sync.compressors.fp8 import FP8
+from lightning_sync.compressors.fused import FusedCodec
+from lightning_sync.compressors.integers import BlockInt4, BlockInt8
 from lightning_sync.compressors.plain import PlainBlocks
 from lightning_sync.compressors.powersgd import PowerSGD
+from lightning_sync.compressors.qsgd import QSGD
 from lightning_sync.compressors.randomblock import RandomBlock
 from lightning_sync.compressors.route import Route, Where, as_route
+from lightning_sync.compressors.schedule import Schedule
+from lightning_sync.compressors.sign import Sign, SignVote
 from lightning_sync.compressors.topk import ChunkTopK
 from lightning_sync.registry import Registry
 
@@ -21,7 +26,12 @@ registry: Registry[Compressor | Route] = Registry(
         "none": Exact,
         "bf16": BF16,
         "fp16": FP16,
+        "fp8": FP8,
         "int8": BlockInt8,
+        "int4": BlockInt4,
+        "sign": Sign,
+        "sign_vote": SignVote,
+        "qsgd": QSGD,
         "powersgd": PowerSGD,
         "acp": AcpSGD,
         "topk": ChunkTopK,
@@ -33,14 +43,18 @@ registry: Registry[Compressor | Route] = Registry(
 
 __all__ = [
     "BF16",
+    "FP8",
     "FP16",
+    "QSGD",
     "AcpSGD",
     "BlockCodec",
+    "BlockInt4",
     "BlockInt8",
     "ChunkTopK",
     "Compressor",
     "ErrorFeedback",
     "Exact",
+    "FusedCodec",
     "LocalClipping",
     "MomentumCorrection",
     "Payload",
@@ -50,6 +64,9 @@ __all__ = [
     "RatioWarmup",
     "Reduction",
     "Route",
+    "Schedule",
+    "Sign",
+    "SignVote",
     "Where",
     "as_route",
     "dgc",

@@ -10,6 +10,7 @@ from lightning_sync.compressors.route import Route, as_route
 
 def with_feedback(compressor: Compressor) -> Compressor:
     """Wrap error feedback around what is biased and can keep what it does not send; the rest stays as it is."""
+    compressor = compressor.rebuilt(with_feedback)
     return ErrorFeedback(compressor) if compressor.biased and compressor.remembers else compressor
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -61,6 +61,10 @@ class Wrapper(Compressor):
     def exchanged(self) -> Compressor | None:
         inner = self.inner.exchanged()
         return None if inner is None else replace(self, inner=inner)
+
+    @override
+    def rebuilt(self, change: Callable[[Compressor], Compressor]) -> Compressor:
+        return replace(self, inner=self.inner.rebuilt(change))
 
     @override
     def init(self, params: Sequence[ParamSpec]) -> State:

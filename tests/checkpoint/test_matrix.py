@@ -21,6 +21,12 @@ COMPRESSORS: dict[str, Any] = {
     "acp": ls.AcpSGD(rank=2, warmup_steps=1),
     "topk": ls.ChunkTopK(ratio=0.1, chunk=256),
 }
+FEW_BITS: dict[str, Any] = {
+    "int4": "int4",
+    "int4 at random": ls.BlockInt4(stochastic=True),
+    "sign": "sign",
+    "schedule": ls.Schedule([(0, "int8"), (2, "sign")]),
+}
 _BLOCKS = {"residual", "owner_residual"}
 _KEPT = {
     "none": set(),
@@ -28,6 +34,10 @@ _KEPT = {
     "powersgd": {"residual", "factor"},
     "acp": {"residual", "left", "right"},
     "topk": _BLOCKS,
+    "int4": _BLOCKS,
+    "int4 at random": set(),
+    "sign": _BLOCKS,
+    "schedule": {"residual 1", "owner_residual 1"},
 }
 
 
@@ -85,8 +95,9 @@ def goes_on(world_size: int, place: Path, line: Mode, compressor: str, accumulat
         "accumulate_grad_batches": accumulate,
         "epochs": 2,
     }
-    whole = run(line.make(COMPRESSORS[compressor]), world_size, folder=place, **options)
-    again = run(line.make(COMPRESSORS[compressor]), world_size, resume=place / "epoch=0.ckpt", seed=99, **options)
+    chosen = {**COMPRESSORS, **FEW_BITS}[compressor]
+    whole = run(line.make(chosen), world_size, folder=place, **options)
+    again = run(line.make(chosen), world_size, resume=place / "epoch=0.ckpt", seed=99, **options)
     found = differences(whole, again)
     for kind in sorted(_KEPT[compressor] | line.kept):
         if not any(float(t.abs().sum()) for t in whole.state.get(kind, {}).values()):
@@ -111,6 +122,22 @@ def test_every_mode_goes_on_bit_for_bit(tmp_path: Path) -> None:
     for found in run_ranks(matrix, 3, tmp_path, [*MODES], BRIEF, init="env", deadline=175):
         assert found == {name: [] for name in found}
         assert len(found) == sum(len(line.compressors) for line in MODES.values()) * 2
+
+
+def few_bits(rank: int, world_size: int, folder: Path) -> dict[str, list[str]]:
+    return {
+        f"{mode}, {name}": goes_on(world_size, folder / mode / name, MODES[mode], name, 1, "AdamW")
+        for mode in ("strict", "diloco")
+        for name in FEW_BITS
+    }
+
+
+@pytest.mark.dist
+def test_compressors_of_few_bits_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """In two modes: nothing in a mode depends on how blocks are encoded."""
+    for found in run_ranks(few_bits, 3, tmp_path, init="env", deadline=170):
+        assert found == {name: [] for name in found}
+        assert len(found) == 8
 
 
 def test_every_registered_mode_has_a_line() -> None:

@@ -6,7 +6,19 @@ import pytest
 import torch
 
 from lightning_sync.comm.simulated import SimulatedWorld
-from lightning_sync.compressors import AcpSGD, BlockInt8, ChunkTopK, ErrorFeedback, PowerSGD
+from lightning_sync.compressors import (
+    FP8,
+    QSGD,
+    AcpSGD,
+    BlockInt4,
+    BlockInt8,
+    ChunkTopK,
+    ErrorFeedback,
+    PowerSGD,
+    Schedule,
+    Sign,
+    SignVote,
+)
 from lightning_sync.state import ParamSpec
 
 SPECS = [ParamSpec(n, (64, 48), torch.float64, torch.device("cpu")) for n in ("a", "b")]
@@ -18,6 +30,11 @@ SPECS = [ParamSpec(n, (64, 48), torch.float64, torch.device("cpu")) for n in ("a
     [
         ErrorFeedback(BlockInt8()),
         BlockInt8(),
+        *(ErrorFeedback(codec) for codec in (BlockInt4(), BlockInt4(stochastic=True), FP8(), Sign(), Sign(72))),
+        QSGD(),
+        Sign(),
+        SignVote(),
+        Schedule([(0, ErrorFeedback(BlockInt8())), (3, ErrorFeedback(Sign())), (5, ErrorFeedback(BlockInt4()))]),
         PowerSGD(rank=2, warmup_steps=0),
         PowerSGD(rank=2, warmup_steps=0, residual="aggregate"),
         AcpSGD(rank=2, warmup_steps=0),

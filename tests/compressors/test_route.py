@@ -136,7 +136,7 @@ def test_error_feedback_is_wrapped_around_what_is_biased_and_can_remember(writte
 @pytest.mark.parametrize("wrong", ["int9", "", 3, None, BlockInt8])
 def test_a_wrong_name_lists_what_is_accepted(wrong: object) -> None:
     with pytest.raises(
-        ValueError, match=r"compressor=.*expected one of none, bf16, fp16, int8, powersgd, .* or an instance"
+        ValueError, match=r"compressor=.*expected one of none, bf16, fp16, fp8, int8, .*powersgd, .* or an instance"
     ):
         registry.build(wrong)  # type: ignore[arg-type]
 

@@ -190,7 +190,11 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"compressor": "int7"}, ValueError, r"compressor='int7': expected one of none, bf16, fp16, int8, powersgd"),
+        (
+            {"compressor": "int7"},
+            ValueError,
+            r"compressor='int7': expected one of none, bf16, fp16, fp8, int8, int4, sign",
+        ),
         ({"compressor": 8}, ValueError, r"compressor=8: expected one of"),
         ({"aggregator": "median of medians"}, ValueError, r"aggregator='median of medians': expected one of mean"),
         ({"bucket_cap": 5}, TypeError, r"unknown argument bucket_cap\. Did you mean bucket_cap_mb\? Accepted"),
