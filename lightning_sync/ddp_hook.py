@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sync.clipping import clip_
 from lightning_sync.comm.counters import Counters
 from lightning_sync.comm.worker import Executor, Promise
 from lightning_sync.marks import GradientMarks
@@ -24,7 +25,7 @@ from lightning_sync.nonfinite import (
 )
 from lightning_sync.reducer import Reducer
 from lightning_sync.state import ParamSpec, canonical_name
-from lightning_sync.weights import Contribution, all_zero
+from lightning_sync.weights import Contribution, Weight, all_zero
 
 
 def param_specs(module: nn.Module) -> list[tuple[ParamSpec, nn.Parameter]]:
@@ -66,6 +67,8 @@ class CommHook:
             becomes inf, so that the scaler skips; without, every gradient becomes None, which no optimiser acts on.
             ``"raise"`` (by default without): the rank that has it raises `NonFiniteError`, before it encodes (on CUDA,
             where a look in every bucket would stop the host, once per step, before the optimiser).
+        local_clip_norm: Norm to which this rank's own gradient is clipped, all buckets together, before anything is
+            reduced; `None`: none. Buckets are held.
 
     DDP calls the hook in bucket order on all ranks, and the executor keeps the order, so collectives are issued in one
     order everywhere. State is kept by parameter name: DDP puts other parameters into its buckets after the first step.
@@ -79,13 +82,16 @@ class CommHook:
         counters: Counters,
         loss_scale: Callable[[], float] | None = None,
         non_finite: NonFinite | None = None,
+        local_clip_norm: float | None = None,
     ) -> None:
         self.reducer = reducer
         self.executor = executor
         self.counters = counters
         self._loss_scale = loss_scale
         self._non_finite = non_finite or ("raise" if loss_scale is None else "skip")
-        self._held = loss_scale is not None or self._non_finite == "skip"
+        self._clip = local_clip_norm
+        self._ratio: Weight = 1.0
+        self._held = loss_scale is not None or self._non_finite == "skip" or local_clip_norm is not None
         self._skips = Skips(counters, speaks=reducer.wires.world.rank == 0, routine=loss_scale is not None)
         self._skipped: tuple[str, int] | None = None
         self._unread: list[Tensor] = []
@@ -128,7 +134,7 @@ class CommHook:
             own: This rank's.
             known: The weights of all ranks, where nobody has to be asked.
         """
-        step = self.counters.steps
+        step, self._ratio = self.counters.steps, own.ratio
 
         def agree() -> None:
             self.reducer.step = step
@@ -220,9 +226,11 @@ class CommHook:
                 for t in tensors:
                     t.fill_(float("inf"))
             return
+        if scale is not None:
+            torch._foreach_mul_(tensors, 1.0 / scale)
+        if self._clip is not None:
+            clip_(tensors, self._clip, self._ratio)
         for bucket in buckets:
-            if scale is not None:
-                torch._foreach_mul_(bucket.gradients, 1.0 / scale)
             self.reducer.reduce(bucket.names, bucket.gradients, self._unused(bucket.names))
             if scale is not None:
                 torch._foreach_mul_(bucket.gradients, scale)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from lightning_sync.clipping import clip_
 from lightning_sync.comm.worker import Executor, Promise
 from lightning_sync.marks import used_anywhere
 from lightning_sync.nonfinite import NonFinite, NonFiniteError, Skips, culprit, culprit_code, first_nonfinite
@@ -59,6 +60,7 @@ class GradientDelay:
             parameter and rank; ``"skip"`` (always with a loss scaler) agrees on it and skips the step on all ranks.
             `None`: nothing.
         ask_which: Whether ranks may use different parameters.
+        local_clip_norm: Norm to which this rank's own gradients are clipped before they are reduced; `None`: none.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class GradientDelay:
         loss_scale: Callable[[], float] | None = None,
         non_finite: NonFinite | None = None,
         ask_which: bool = True,
+        local_clip_norm: float | None = None,
     ) -> None:
         self.reducer = reducer
         self.buffers = buffers
@@ -84,6 +87,7 @@ class GradientDelay:
         self._executor = executor
         self._loss_scale = loss_scale
         self._ask_which = ask_which
+        self._clip = local_clip_norm
         self._non_finite = non_finite if loss_scale is None else "skip"
         counters, rank = reducer.wires.world.counters, reducer.wires.world.rank
         self._skips = Skips(counters, speaks=rank == 0, routine=loss_scale is not None)
@@ -176,6 +180,8 @@ class GradientDelay:
         if not self._skip(late):
             if scale != 1.0 and late.gradients:
                 torch._foreach_mul_(list(late.gradients.values()), 1.0 / scale)
+            if self._clip is not None and late.gradients:
+                clip_(list(late.gradients.values()), self._clip, 1.0 if late.own is None else late.own.ratio)
             present = [[name for name, _ in bucket if name in late.gradients] for bucket in self._buckets]
             self.reducer.reduce_all([(names, [late.gradients[n] for n in names]) for names in present if names])
         if buffers:

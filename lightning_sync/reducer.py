@@ -145,7 +145,7 @@ class Reducer:
         for state in self.states():
             if self._shares is None:
                 # What cannot be handed on as a number is done in `_prepare`.
-                state.share = 1.0 if isinstance(share, Tensor) or share == 0 else share
+                state.share = 1.0 if isinstance(share, Tensor) else share
                 state.shares = None if shares is None else self._rank_shares
             elif shares is not None:
                 nodes = self.wires.world.topology.by_node().values()

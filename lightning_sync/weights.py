@@ -72,6 +72,13 @@ class Contribution:
     unit: Weight
     lowest: Tensor | None = None
 
+    @property
+    def ratio(self) -> Weight:
+        """What the values have to be multiplied by to be this rank's own mean; 0 for a rank without weight."""
+        if isinstance(self.weight, Tensor):
+            return torch.where(self.weight > 0, self.unit / self.weight, 0.0)
+        return self.unit / self.weight if self.weight else 0.0
+
     @classmethod
     def of_mean(cls, weight: Weight) -> Contribution:
         """Of values that are a mean already, such as the difference that a replica has made."""

@@ -4,6 +4,8 @@ import json
 import traceback
 from dataclasses import asdict, dataclass
 
+import torch.distributed as dist
+
 MESSAGE_LIMIT = 2_000
 TRACEBACK_LIMIT = 16_000
 NAME_LIMIT = 255
@@ -111,3 +113,11 @@ class RemoteFailure(RuntimeError):  # noqa: N818 - says what happened elsewhere,
         if not trace:
             return text
         return f"{text}\n\nTraceback of rank {r.rank}:\n{trace}"
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """Whether an exception says no more than that a collective broke."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(s in text for s in ("gloo", "Connection closed by peer", "NCCL"))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from pathlib import Path
+from typing import Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_sync.examples.by_rank import SlicesByRank, measured_speeds, sizes_by_speed
 from lightning_sync.examples.checks import check_integers
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -56,9 +59,12 @@ class PythonSource(LightningDataModule):
         val_sequences: Evenly spaced crops of the validation files.
         seed: Chooses the validation files and the crops.
         num_workers: Loader processes per rank; 0 loads in the training process.
+        by_rank: Other batch sizes on other ranks: a list with one for each, or ``"speed"``: ``batch_size`` on average,
+            in proportion to how fast each rank is, measured when training starts. `None`: ``batch_size`` everywhere.
 
     Raises:
-        ValueError: If a size is not a whole number from 1, or ``seed`` or ``num_workers`` not one from 0.
+        ValueError: If a size is not a whole number from 1, or ``seed`` or ``num_workers`` not one from 0; when training
+            starts, if ``by_rank`` has not one size per rank.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class PythonSource(LightningDataModule):
         val_sequences: int = 256,
         seed: int = 0,
         num_workers: int = 0,
+        by_rank: list[int] | Literal["speed"] | None = None,
     ) -> None:
         super().__init__()
         sizes = {
@@ -85,6 +92,11 @@ class PythonSource(LightningDataModule):
         self.val_sequences = val_sequences
         self.seed = seed
         self.num_workers = num_workers
+        if isinstance(by_rank, list):
+            check_integers(1, {f"by_rank[{rank}]": size for rank, size in enumerate(by_rank)})
+        elif by_rank not in (None, "speed"):
+            raise ValueError(f"by_rank={by_rank!r} must be a list of batch sizes, 'speed' or None.")
+        self.by_rank = by_rank
 
     def setup(self, stage: str) -> None:
         """Read the files and place the crops."""
@@ -98,9 +110,24 @@ class PythonSource(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Shuffled; incomplete batches are dropped, so that every step has the same size."""
+        if self.by_rank is not None:
+            return self._slices(self.by_rank)
         return DataLoader(
             self.train_set, batch_size=self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers
         )
+
+    def _slices(self, by_rank: list[int] | Literal["speed"]) -> DataLoader[Tensor]:
+        assert self.trainer is not None
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        if isinstance(by_rank, str):
+            speeds = measured_speeds(self.trainer.strategy.root_device)
+            by_rank = sizes_by_speed(self.batch_size * world_size, speeds)
+            products = [round(speed) for speed in speeds]
+            rank_zero_info(f"Batch sizes by rank: {by_rank}, for {products} matrix products a second.")
+        if len(by_rank) != world_size:
+            raise ValueError(f"by_rank={by_rank} must have one batch size for each of the {world_size} ranks.")
+        sampler = SlicesByRank(len(self.train_set), by_rank, rank, self.seed)
+        return DataLoader(self.train_set, batch_size=by_rank[rank], sampler=sampler, num_workers=self.num_workers)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         """Always the same sequences in the same order."""

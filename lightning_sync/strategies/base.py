@@ -23,7 +23,7 @@ from lightning_sync.aggregators import Aggregator
 from lightning_sync.checkpoint.manifest import LOCAL
 from lightning_sync.checks import check_flags, check_integer, check_positive, check_seconds
 from lightning_sync.comm.counters import Counters
-from lightning_sync.comm.failure import RemoteFailure
+from lightning_sync.comm.failure import RemoteFailure, is_collective_error
 from lightning_sync.comm.groups import Wires, agree_on_run_id, discover_topology, make_wires
 from lightning_sync.comm.progress import BACKWARD, OPTIMIZER
 from lightning_sync.comm.topology import Bytes
@@ -83,6 +83,9 @@ class SyncStrategy(ModeHooks, Fed):
             so that epochs, schedules and callbacks stay in step. ``"shortest"``: all stop where the first one does.
             `None`: join, but with manual optimisation or ``training_step(dataloader_iter)``, where that cannot be
             done, the shortest (if lengths are known).
+        local_clip_norm: Clip every rank's own gradient to this global norm *before* it is reduced. Needs the whole
+            gradient, so buckets are held until backward has ended. (``Trainer(gradient_clip_val)`` clips once, what
+            comes out of the reduction.) `None`: no.
         **kwargs: Everything that `lightning.pytorch.strategies.DDPStrategy` accepts, and through it
             `torch.nn.parallel.DistributedDataParallel`: ``bucket_cap_mb``, ``find_unused_parameters``,
             ``static_graph``, ``gradient_as_bucket_view``, ``start_method``, ``process_group_backend`` and so on.
@@ -109,6 +112,7 @@ class SyncStrategy(ModeHooks, Fed):
         non_finite: NonFinite | None = None,
         drift_check_every: int = 100,
         uneven: Uneven = None,
+        local_clip_norm: float | None = None,
         **kwargs: Any,
     ) -> None:
         owner = type(self).__name__
@@ -117,7 +121,7 @@ class SyncStrategy(ModeHooks, Fed):
         if two_level is not None:
             check_flags(owner, two_level=two_level)
         check_integer(owner, 0, seed=seed)
-        check_positive(owner, bucket_cap_mb=kwargs.get("bucket_cap_mb"))
+        check_positive(owner, bucket_cap_mb=kwargs.get("bucket_cap_mb"), local_clip_norm=local_clip_norm)
         check_seconds(owner, setup_timeout=setup_timeout, step_timeout=step_timeout)
         if setup_timeout is not None:
             if kwargs.get("timeout", default_pg_timeout) != default_pg_timeout:
@@ -129,7 +133,7 @@ class SyncStrategy(ModeHooks, Fed):
         self.two_level = two_level
         if save_local not in LOCAL:
             raise ValueError(f"{owner}(save_local={save_local!r}): expected 'all' or 'consensus'.")
-        self.seed = seed
+        self.seed, self.local_clip_norm = seed, local_clip_norm
         self.save_local: str = save_local
         self.step_timeout = float(step_timeout)
         self.stacks_dir = stacks_dir
@@ -246,7 +250,7 @@ class SyncStrategy(ModeHooks, Fed):
         """Tell the other ranks what failed here, unless it only shows that something failed there."""
         if self._watcher is None:
             return
-        if _is_collective_error(error):
+        if is_collective_error(error):
             self._watcher.explain(error, where)
         else:
             self._watcher.report_failure(error, where)
@@ -302,7 +306,7 @@ class SyncStrategy(ModeHooks, Fed):
         if self._watcher is None:
             return
         self._watcher.check()
-        if _is_collective_error(error):
+        if is_collective_error(error):
             raise self._watcher.explain(error, "backward") from error
 
     def on_train_end(self) -> None:
@@ -355,7 +359,7 @@ class SyncStrategy(ModeHooks, Fed):
             self.save_alone()
         if self._watcher is None or isinstance(exception, (_compat.SIGTERMException, RemoteFailure)):
             return
-        if not _is_collective_error(exception):
+        if not is_collective_error(exception):
             self._watcher.report_failure(exception, "training")
             return
         failure = self._watcher.explain(exception, "training")
@@ -390,11 +394,3 @@ class SyncStrategy(ModeHooks, Fed):
     def _all_wires(self) -> list[Wires]:
         """The wires to give back at the end."""
         return [] if self._reducer is None else [self._reducer.wires]
-
-
-def _is_collective_error(error: BaseException) -> bool:
-    """Whether an exception says no more than that a collective broke."""
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(s in text for s in ("gloo", "Connection closed by peer", "NCCL"))

@@ -104,6 +104,7 @@ class DelayedStrategy(UnwrappedStrategy):
             loss_scale=loss_scale_of(self.precision_plugin),
             non_finite=non_finite,
             ask_which=on_cpu or bool(self._ddp_kwargs.get("find_unused_parameters", False)),
+            local_clip_norm=self.local_clip_norm,
         )
 
     def batchnorm(self, topology: Topology) -> ReplicaBatchNorm:

@@ -6,7 +6,6 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sync import _compat
@@ -30,7 +29,6 @@ class Fed(Watched):
     _weighing: Weighing
     _supply: Supply
     _in_step = False
-    _told_alone = False
 
     @property
     def weighs(self) -> bool:
@@ -85,43 +83,6 @@ class Fed(Watched):
         self._weighing.hear(batch, output)
         return output
 
-    # ---- users' own collectives, while some rank is not in its training step -----------------------------------------
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As Lightning's; inside a training step that some rank has no data for, a mean stays this rank's.
-
-        Raises:
-            RuntimeError: there, for anything but a mean.
-        """
-        if not (self._in_step and self._supply.short):
-            return super().reduce(tensor, group, reduce_op)
-        if not is_mean(reduce_op):
-            raise RuntimeError(self._alone(f"reduce(reduce_op={reduce_op!r})"))
-        if not self._told_alone:
-            self._told_alone = True
-            rank_zero_info(
-                f"{self.mode}: while some ranks are out of data, means over ranks that a training step asks for "
-                "(self.log(..., sync_dist=True)) are each rank's own value. Means logged for a whole epoch are right."
-            )
-        return tensor
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """As Lightning's, but not inside a training step that some rank has no data for.
-
-        Raises:
-            RuntimeError: there.
-        """
-        if self._in_step and self._supply.short:
-            raise RuntimeError(self._alone("all_gather"))
-        return super().all_gather(tensor, group, sync_grads)
-
-    def _alone(self, what: str) -> str:
-        return (
-            f"{what} inside a training step waits for all ranks, but some are out of data. Use uneven='shortest', give "
-            "all ranks equally many batches, or move it out of the training step."
-        )
-
-
-def is_mean(reduce_op: Any) -> bool:
-    """Whether this is how Lightning names a mean."""
-    return reduce_op is None or (isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"))
+    def why_alone(self) -> str | None:
+        """Inside a training step that some rank has no data for, ranks cannot meet."""
+        return "some ranks are out of data" if self._in_step and self._supply.short else super().why_alone()

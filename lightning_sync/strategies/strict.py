@@ -47,6 +47,11 @@ class StrictStrategy(SyncStrategy):
                 f"StrictStrategy: non_finite={kwargs['non_finite']!r} does not go with ddp_comm_hook, which decides "
                 "what is sent and when; look for inf and NaN in the hook."
             )
+        if self._ddp_comm_hook is not None and self.local_clip_norm is not None:
+            raise ValueError(
+                f"StrictStrategy: local_clip_norm={self.local_clip_norm!r} does not go with ddp_comm_hook, which sees "
+                "one bucket at a time. Leave out one of them."
+            )
         if self._ddp_comm_hook is not None and not is_exact(self.compressor):
             raise ValueError(
                 f"StrictStrategy: ddp_comm_hook and compressor={self.compressor!r} both decide what is sent; pass one."
@@ -59,8 +64,9 @@ class StrictStrategy(SyncStrategy):
 
     @property
     def is_stock(self) -> bool:
-        """Whether this is DDP's own all-reduce: no compressor, the mean, and no two levels asked for."""
-        return is_exact(self.effective_compressor) and self.aggregator == Mean() and not self.two_level
+        """Whether this is DDP's own all-reduce: no compressor, the mean, nothing clipped, no two levels asked for."""
+        plain = is_exact(self.effective_compressor) and self.aggregator == Mean()
+        return plain and not self.two_level and self.local_clip_norm is None
 
     def _register_ddp_hooks(self) -> None:
         """Register the reduction on any device (Lightning registers hooks on CUDA only, and says nothing elsewhere)."""
@@ -82,7 +88,10 @@ class StrictStrategy(SyncStrategy):
             self._reducer = Reducer(specs, route, wires, self.aggregator, self.seed)
             assert self._executor is not None
             scale = loss_scale_of(self.precision_plugin)
-            self._hook = CommHook(model, self._reducer, self._executor, self.counters, scale, self._alarms.hand_over())
+            non_finite = self._alarms.hand_over()
+            self._hook = CommHook(
+                model, self._reducer, self._executor, self.counters, scale, non_finite, self.local_clip_norm
+            )
 
     def bucket_order(self, *, collective: bool = True) -> Sequence[nn.Parameter]:  # noqa: D102 - inherited
         model = self.model

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
 
 from lightning_sync import _compat
 from lightning_sync.checks import check_choice
@@ -110,6 +111,8 @@ class Supply:
             return "manual optimisation: a rank without data cannot know which backwards and steps the others do"
         if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
             return "training_step(dataloader_iter), which fetches its own batches"
+        if any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
+            return "SyncBatchNorm, whose layers wait for all ranks in every forward"
         return None
 
     def _ask(self) -> Attendance:

@@ -9,18 +9,19 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Trainer
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sync.aggregators import Mean, WeightedMean
 from lightning_sync.checkpoint import ReplicaState
+from lightning_sync.clipping import clip_
 from lightning_sync.comm.flat_broadcast import broadcast_tensors
 from lightning_sync.comm.groups import Wires, discover_topology, make_group_wire
 from lightning_sync.comm.topology import Topology
 from lightning_sync.compressors import Exact, as_route
 from lightning_sync.ddp_hook import param_specs
 from lightning_sync.marks import GradientMarks
+from lightning_sync.precision import loss_scale_of
 from lightning_sync.reducer import Reducer
 from lightning_sync.replica import Replica, resolve_replica
 from lightning_sync.state import canonical_name
@@ -28,7 +29,6 @@ from lightning_sync.strategies.base import SyncStrategy
 from lightning_sync.strategies.batchnorm import ReplicaBatchNorm
 from lightning_sync.strategies.boundary import StepBoundary
 from lightning_sync.strategies.consensus import ConsensusView, refuse_averaging_callbacks
-from lightning_sync.strategies.fed import is_mean
 from lightning_sync.strategies.restore import replica_optimizers
 from lightning_sync.weights import Contribution, Weight, all_zero
 
@@ -72,7 +72,6 @@ class UnwrappedStrategy(SyncStrategy):
         self._replicas: list[list[int]] = []
         self._view: ConsensusView | None = None
         self._batchnorm: ReplicaBatchNorm | None = None
-        self._told_local = False
         self._idle = False
         self._trained: set[int] = set()
 
@@ -172,62 +171,13 @@ class UnwrappedStrategy(SyncStrategy):
 
     # ---- users' own collectives --------------------------------------------------------------------------------------
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As Lightning's; inside a training step a mean stays this rank's, and the log says so once.
-
-        Raises:
-            RuntimeError: inside a training step, for anything but a mean.
-        """
-        if self.lock_step or not self._in_batch or self.world_size == 1:
-            return super().reduce(tensor, group, reduce_op)
-        if is_mean(reduce_op):
-            if not self._told_local:
-                self._told_local = True
-                rank_zero_info(
-                    f"{self.mode}: means over ranks that a training step asks for (self.log(..., sync_dist=True)) stay "
-                    "each rank's own value, since waiting for the other ranks in every step is what this mode avoids. "
-                    "Means logged for a whole epoch and in validation are taken over all ranks."
-                )
-            return tensor
-        raise RuntimeError(self._no_collective(f"reduce(reduce_op={reduce_op!r})"))
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """As Lightning's, but not inside a training step.
-
-        Raises:
-            RuntimeError: inside a training step.
-        """
-        self._refuse_in_step("all_gather")
-        return super().all_gather(tensor, group, sync_grads)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """As Lightning's, but not inside a training step.
-
-        Raises:
-            RuntimeError: inside a training step.
-        """
-        self._refuse_in_step("broadcast")
-        return super().broadcast(obj, src)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """As Lightning's, but not inside a training step.
-
-        Raises:
-            RuntimeError: inside a training step.
-        """
-        self._refuse_in_step("barrier")
-        super().barrier(*args, **kwargs)
-
-    def _refuse_in_step(self, what: str) -> None:
+    def why_alone(self) -> str | None:  # noqa: D102 - inherited
         if not self.lock_step and self._in_batch and self.world_size > 1:
-            raise RuntimeError(self._no_collective(what))
-
-    def _no_collective(self, what: str) -> str:
-        return (
-            f"{what} inside a training step makes every rank wait for every other one in every step, which "
-            f"strategy={self.mode!r} is there to avoid; ranks may even be at different steps. Move it into validation "
-            "or an epoch's end, or use strategy='strict'."
-        )
+            return (
+                f"strategy={self.mode!r} is there to avoid waiting for other ranks in every step; ranks may even be at "
+                "different steps"
+            )
+        return super().why_alone()
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -298,6 +248,7 @@ class UnwrappedStrategy(SyncStrategy):
         if reducer.wires.world.size == 1:
             self._marks.clear()
             self._divide(own)
+            self._clip(1.0)
         else:
             reducer.step = self.counters.steps
             self.run_job(lambda: self._average(reducer, own), f"averaging gradients at step {self.counters.steps}")
@@ -336,11 +287,19 @@ class UnwrappedStrategy(SyncStrategy):
             if self._idle and not self._supply.spare:
                 raise all_zero(self.counters.steps, ranks)
 
+    def _clip(self, unit: Weight) -> None:
+        """Clip this rank's own gradient, if asked for; `unit` times it is its mean."""
+        if self.local_clip_norm is not None and self.model is not None:
+            scale = loss_scale_of(self.precision_plugin)
+            held = [p.grad for p in self.model.parameters() if p.grad is not None]
+            clip_(held, self.local_clip_norm, unit if scale is None else unit / scale())
+
     def _average(self, reducer: Reducer, own: Contribution) -> None:
         assert self._marks is not None
         source = 0
         if self.weighs:
             self._check_weight(reducer.weigh(own), f"the replica of rank {self.global_rank}")
+        self._clip(own.ratio if self.weighs else 1.0)
         if self._supply.joining:
             # Which of these ranks had data is known to nobody yet. On a GPU this stops the host.
             wire = reducer.wires.world

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_sync import _compat
 from lightning_sync.comm.progress import COMPILATION, END, FORWARD, SAVING, SETUP, VALIDATION, Place
 from lightning_sync.comm.watch import Watcher
+from lightning_sync.strategies.meetings import Meetings
 
 _AGREED_WITHIN = 10.0
 
 
-class Watched(DDPStrategy):
+class Watched(Meetings):
     """Tells the watcher in which phase the main thread is, and saves when SIGTERM or SIGUSR1 ends the run.
 
     Attributes:

@@ -107,19 +107,31 @@ def batches(data: Dataset[Any], size: int) -> Iterator[Any]:
 
 def alone(
     data: list[Dataset[Any]], sizes: list[int], window: int, clip: float | None = None, tokens: bool = True,
-    delay: int = 0, ranks_alike: bool = False,
+    delay: int = 0, ranks_alike: bool = False, clip_each: float | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """One epoch of one process on all ranks' data: every step sees the concatenation of all their micro-batches."""
+    """One epoch of one process on all ranks' data: every step sees the concatenation of all their micro-batches.
+
+    With `ranks_alike` it takes the mean of their losses instead; with `clip_each`, of every rank's clipped gradient.
+    """
     net, late = network(), []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     readers = [batches(d, size) for d, size in zip(data, sizes, strict=True)]
-    while held := [part for reader in readers for part in islice(reader, window)]:
-        joined = [torch.cat(parts) for parts in zip(*held, strict=True)]
+    while any(windows := [list(islice(reader, window)) for reader in readers]):
+        held = [part for parts in windows for part in parts]
+        joined = together(held)
         optimizer.zero_grad()
-        loss = loss_of(net, joined) if tokens else (net(joined[0]) - joined[1]).square().mean()
-        if ranks_alike:
-            loss = torch.stack([loss_of(net, part) for part in held]).mean()
-        loss.backward()
+        if clip_each is not None:
+            for parts in windows:
+                mine = together(parts)
+                gradient = torch.autograd.grad(loss_of(net, mine), list(net.parameters()))
+                norm = torch.stack([g.norm() for g in gradient]).norm()
+                share = min(1, clip_each / (norm + 1e-6)) * mine[2].sum() / joined[2].sum()
+                for p, g in zip(net.parameters(), gradient, strict=True):
+                    p.grad = g * share + (0 if p.grad is None else p.grad)
+        elif ranks_alike:
+            torch.stack([loss_of(net, part) for part in held]).mean().backward()
+        else:
+            (loss_of(net, joined) if tokens else (net(joined[0]) - joined[1]).square().mean()).backward()
         late.append([p.grad for p in net.parameters()])
         if len(late) <= delay:
             continue
@@ -129,6 +141,11 @@ def alone(
             nn.utils.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
     return named(net)
+
+
+def together(parts: list[Any]) -> list[Tensor]:
+    """Micro-batches as one."""
+    return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
 
 
 def apart(data: list[Dataset[Any]], window: int, every: int, by_tokens: bool = True) -> dict[str, Tensor]:
@@ -142,7 +159,7 @@ def apart(data: list[Dataset[Any]], window: int, every: int, by_tokens: bool = T
         for r, held in enumerate(windows):
             if not held:
                 continue
-            joined = [torch.cat(parts) for parts in zip(*held, strict=True)]
+            joined = together(held)
             optimizers[r].zero_grad()
             loss_of(nets[r], joined).backward()
             optimizers[r].step()
