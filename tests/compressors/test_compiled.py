@@ -129,6 +129,26 @@ def test_they_run_on_any_thread_and_leave_denormal_numbers_alone() -> None:
     assert float(torch.tensor(1e-40) * 1) != 0
 
 
+@needs_compiler
+@pytest.mark.slow
+def test_the_way_of_other_devices_gives_the_same_bits() -> None:
+    """torch.compile, as on CUDA, here on the CPU; rows are left open."""
+    codec = BlockInt8()
+    functions, _ = kernels.functions_of(codec, CPU)
+    made = {key: compiled._just_in_time(function, example) for key, (function, example) in functions.items()}
+    for rows in (2, 100):
+        kept, fresh = hard_blocks(rows, codec.block, rows), hard_blocks(rows, codec.block, rows + 1)
+        ours, theirs = kept.clone(), kept.clone()
+        eager = kernels.feed(codec, ours, fresh, 0.9, 1 / 3)
+        assert same_code(codec, eager, kernels.feed(codec, theirs, fresh, 0.9, 1 / 3, None, made))
+        sound = eager[1].isfinite().view(-1)
+        assert same(ours[sound], theirs[sound])
+        out, written = torch.empty_like(kept), torch.empty_like(kept)
+        kernels.deliver(codec, eager, out)
+        kernels.deliver(codec, eager, written, made)
+        assert same(out, written)
+
+
 # ---- when they are made
 
 
