@@ -235,6 +235,20 @@ def test_what_cannot_be_compiled_runs_eagerly_and_says_why(
     assert "RuntimeError: internal compiler error" in caplog.text
 
 
+def test_a_damaged_file_is_made_anew_in_the_next_run(
+    fake: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels.kernels_for(BlockInt8(), CPU)
+    (tmp_path / "lightning_sync" / fake[1]).write_text("half a ker")
+    for expected in (None, 1):
+        kernels.kernels_for.cache_clear()
+        with caplog.at_level(logging.WARNING):
+            made = kernels.kernels_for(BlockInt8(), CPU)
+        assert (made is None) is (expected is None)
+    assert "runs eagerly" in caplog.text
+    assert len(fake) == 3
+
+
 def test_without_a_compiler_or_switched_off_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     assert not compiled.can_compile(CPU)
