@@ -19,4 +19,6 @@ case " $* " in
 *" -m"*) ;;
 *) selected=(-m "not slow") ;;
 esac
+# One thread per process, as ranks have on a cluster: on busy cores threads that wait for each other cost ten times as much.
+export OMP_NUM_THREADS=1
 exec "$bin/python" -m pytest "${selected[@]+"${selected[@]}"}" "$@"

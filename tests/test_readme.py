@@ -50,22 +50,22 @@ def test_command_lines_train(words: list[str], command: object) -> None:
 
 def test_a_third_partys_compressor_is_a_short_file_and_a_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the README shows it, in an application of its own."""
-    (source,) = [text for text in PYTHON if "class Sign" in text]
+    (source,) = [text for text in PYTHON if "class Ternary" in text]
     assert len(source.splitlines()) < 40
-    (tmp_path / "my_sign.py").write_text(source)
-    (node,) = [text for language, text in BLOCKS if language == "yaml" and "my_sign" in text]
+    (tmp_path / "my_ternary.py").write_text(source)
+    (node,) = [text for language, text in BLOCKS if language == "yaml" and "my_ternary" in text]
     (tmp_path / "conf" / "compressor").mkdir(parents=True)
-    (tmp_path / "conf" / "compressor" / "sign.yaml").write_text(node)
+    (tmp_path / "conf" / "compressor" / "ternary.yaml").write_text(node)
     (tmp_path / "conf" / "app.yaml").write_text(
         "hydra: {searchpath: ['pkg://lightning_sync.conf']}\n"
         "trainer: {_target_: lightning.pytorch.Trainer, accelerator: cpu, devices: 1, logger: false}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with initialize_config_dir(str(tmp_path / "conf"), version_base="1.3"):
-        overrides = ["+strategy@trainer.strategy=strict", "+compressor@trainer.strategy.compressor=sign"]
+        overrides = ["+strategy@trainer.strategy=strict", "+compressor@trainer.strategy.compressor=ternary"]
         strategy = instantiate(compose("app", overrides=overrides).trainer).strategy
-    assert repr(strategy.compressor) == "Sign(block=128)"
-    assert repr(to_route(strategy.compressor).rules[0][1]) == "ErrorFeedback(inner=Sign(block=128), decay=1.0)"
+    assert repr(strategy.compressor) == "Ternary(block=128)"
+    assert repr(to_route(strategy.compressor).rules[0][1]) == "ErrorFeedback(inner=Ternary(block=128), decay=1.0)"
 
 
 def test_the_table_of_what_composes_is_current() -> None:

@@ -57,8 +57,7 @@ def compile_kernels(name: str, functions: Functions, sources: Sequence[object]) 
 
     Args:
         name: What they belong to, with all options that change them.
-        functions: What to compile. The first axis of arguments with two axes is left open, at least 2 long; everything
-            else is fixed.
+        functions: What to compile. The first axis of arguments with two axes is left open; everything else is fixed.
         sources: Classes, functions and modules whose source decides what is compiled; changed source is compiled anew.
 
     Returns:
@@ -105,13 +104,18 @@ def _ahead_of_time(name: str, functions: Functions, sources: Sequence[object]) -
                 function, example = functions[key]
                 _compile(function, example, paths[key])
             log.warning("Compiled in %.0f s; kept in %s.", time.monotonic() - start, folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return {key: _called(torch._inductor.aoti_load_package(str(path))) for key, path in paths.items()}
+    return {key: _load(path) for key, path in paths.items()}
 
 
-def _called(model: Any) -> Kernel:
-    """The loaded kernel without what its wrapper does for nested arguments, which takes longer than a small kernel."""
+def _load(path: Path) -> Kernel:
+    """A kernel without what its wrapper does for nested arguments, which takes longer than a small kernel."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model: Any = torch._inductor.aoti_load_package(str(path))
+    except Exception:
+        path.unlink(missing_ok=True)  # damaged: the next run makes it anew
+        raise
     run = getattr(model.loader, "boxed_run", None) or model.loader.run
     return lambda *arguments: run([*arguments])
 

@@ -46,7 +46,7 @@ class FusedCodec(BlockCodec):
         """Encode blocks given as planes.
 
         Args:
-            values: P planes ``[rows, p, w]``.
+            values: P planes ``[rows, p, w]``, not to be overwritten.
             keys: ``[rows, 1, 2]`` for `random.uniform`, where the codec is `noisy`.
 
         Returns:

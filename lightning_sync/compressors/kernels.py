@@ -72,13 +72,19 @@ def deliver(codec: FusedCodec, code: Code, out: Tensor, kernels: Kernels | None 
 
 @functools.cache
 def kernels_for(codec: FusedCodec, device: torch.device) -> Kernels | None:
-    """The compiled arithmetic of a codec for float32 blocks, made or loaded at the first call.
-
-    ``feed(weights, [keys,] *kept, *fresh)`` returns the code, ``deliver(words, level, *out)`` writes. Blocks are given
-    as planes. Both take at least 2 rows, and check nothing.
-    """
+    """The compiled arithmetic of a codec for float32 blocks, made or loaded at the first call; see `functions_of`."""
     if not compiled.can_compile(device):
         return None
+    functions, sources = functions_of(codec, device)
+    return compiled.compile_kernels(repr(codec), functions, sources)
+
+
+def functions_of(codec: FusedCodec, device: torch.device) -> tuple[compiled.Functions, list[object]]:
+    """What is compiled, and whose source decides about it.
+
+    ``feed(weights, [keys,] *kept, *fresh)`` returns the code, ``deliver(words, level, *out)`` writes. Blocks are given
+    as planes. Neither checks anything.
+    """
     count = codec.planes
 
     def feed(weights: Tensor, *rest: Tensor) -> Any:
@@ -105,8 +111,8 @@ def kernels_for(codec: FusedCodec, device: torch.device) -> Kernels | None:
         "feed": (feed, [weights, *noise, *blocks(), *blocks()]),
         "deliver": (deliver, [words, level, *blocks()]),
     }
-    sources = [base for base in type(codec).__mro__ if base.__module__.partition(".")[0] not in ("builtins", "abc")]
-    return compiled.compile_kernels(repr(codec), functions, [*sources, planes, random, feed])
+    ours = [base for base in type(codec).__mro__ if base.__module__.partition(".")[0] not in ("builtins", "abc")]
+    return functions, [*ours, planes, random, feed]
 
 
 def kernels_in(state: State) -> Kernels | None:

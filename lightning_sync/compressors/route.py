@@ -62,7 +62,7 @@ class Route:
     Args:
         rules: Pairs of a rule and a compressor (or its name). A rule is a pattern for the parameter's name, as a shell
             would match it (``"*.weight"``), a `Where`, or a function of its `ParamSpec`. A parameter that no rule
-            matches, or that its compressor does not accept, travels exactly.
+            matches, or that its compressor does not accept, travels exactly; so does one of complex numbers.
 
     Example:
         >>> from lightning_sync.compressors import BF16, PowerSGD
@@ -102,7 +102,8 @@ class Route:
         for rule, compressor in self.rules:
             matches = fnmatch.fnmatchcase(param.name, rule) if isinstance(rule, str) else rule(param)
             if matches:
-                return compressor if compressor.accepts(param) else Exact()
+                fits = param.dtype.is_floating_point and compressor.accepts(param)
+                return compressor if fits else Exact()
         return Exact()
 
 

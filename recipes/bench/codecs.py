@@ -23,6 +23,7 @@ Compilation, where it is used, is paid before measuring and printed by the packa
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import logging
 import statistics
@@ -43,7 +44,7 @@ from lightning_sync.state import ParamSpec
 MIB = 2**20
 OURS = (
     *("none", "bf16", "fp16", "fp8", "int8", "BlockInt8(stochastic=True)", "int4", "BlockInt4(stochastic=True)"),
-    *("sign", "ErrorFeedback(Sign(block=1024))", "sign_vote", "qsgd", "PowerSGD(rank=1, warmup_steps=0)"),
+    *("sign", "sign_vote", "qsgd", "topk", "RandomBlock()", "PowerSGD(rank=1, warmup_steps=0)"),
     "PowerSGD(rank=4, warmup_steps=0)",
 )
 STOCK = ("torch:fp16", "torch:int8", "torch:topk")
@@ -64,13 +65,18 @@ def bucket(mib: float) -> list[tuple[int, ...]]:
 
 def made(name: str) -> Compressor:
     """A compressor from its name, or from a call such as ``ErrorFeedback(Sign(block=1024))``."""
-    if "(" not in name:
-        built = compressors.registry.build(name)
-    else:
-        built = eval(name, {"__builtins__": {}}, {n: getattr(compressors, n) for n in compressors.__all__})
+    built = _value(ast.parse(name, mode="eval").body) if "(" in name else compressors.registry.build(name)
     if not isinstance(built, Compressor):
         raise ValueError(f"{name!r} is not a compressor.")
     return with_feedback(built)
+
+
+def _value(node: ast.expr) -> Any:
+    """A constant, or a call of a class of this package with such arguments."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in compressors.__all__:
+        keywords = {str(k.arg): _value(k.value) for k in node.keywords}
+        return getattr(compressors, node.func.id)(*map(_value, node.args), **keywords)
+    return ast.literal_eval(node)
 
 
 def answer(payload: Payload, ranks: int) -> Payload:

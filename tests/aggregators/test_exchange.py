@@ -20,8 +20,8 @@ from lightning_sync.examples.byte_lm import ByteLM
 from lightning_sync.examples.digits_cnn import DigitsCNN
 from lightning_sync.reducer import Reducer
 from lightning_sync.testing import make_specs
-from lightning_sync.weights import Contribution
 from lightning_sync.validity import refusal
+from lightning_sync.weights import Contribution
 from tests.aggregators import references
 from tests.workers import run_ranks
 

@@ -129,6 +129,26 @@ def test_they_run_on_any_thread_and_leave_denormal_numbers_alone() -> None:
     assert float(torch.tensor(1e-40) * 1) != 0
 
 
+@needs_compiler
+@pytest.mark.slow
+def test_the_way_of_other_devices_gives_the_same_bits() -> None:
+    """torch.compile, as on CUDA, here on the CPU; rows are left open."""
+    codec = BlockInt8()
+    functions, _ = kernels.functions_of(codec, CPU)
+    made = {key: compiled._just_in_time(function, example) for key, (function, example) in functions.items()}
+    for rows in (2, 100):
+        kept, fresh = hard_blocks(rows, codec.block, rows), hard_blocks(rows, codec.block, rows + 1)
+        ours, theirs = kept.clone(), kept.clone()
+        eager = kernels.feed(codec, ours, fresh, 0.9, 1 / 3)
+        assert same_code(codec, eager, kernels.feed(codec, theirs, fresh, 0.9, 1 / 3, None, made))
+        sound = eager[1].isfinite().view(-1)
+        assert same(ours[sound], theirs[sound])
+        out, written = torch.empty_like(kept), torch.empty_like(kept)
+        kernels.deliver(codec, eager, out)
+        kernels.deliver(codec, eager, written, made)
+        assert same(out, written)
+
+
 # ---- when they are made
 
 
@@ -213,6 +233,20 @@ def test_what_cannot_be_compiled_runs_eagerly_and_says_why(
         assert kernels.kernels_for(BlockInt8(), CPU) is None
     assert "BlockInt8(block=256, stochastic=False) runs eagerly" in caplog.text
     assert "RuntimeError: internal compiler error" in caplog.text
+
+
+def test_a_damaged_file_is_made_anew_in_the_next_run(
+    fake: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels.kernels_for(BlockInt8(), CPU)
+    (tmp_path / "lightning_sync" / fake[1]).write_text("half a ker")
+    for expected in (None, 1):
+        kernels.kernels_for.cache_clear()
+        with caplog.at_level(logging.WARNING):
+            made = kernels.kernels_for(BlockInt8(), CPU)
+        assert (made is None) is (expected is None)
+    assert "runs eagerly" in caplog.text
+    assert len(fake) == 3
 
 
 def test_without_a_compiler_or_switched_off_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

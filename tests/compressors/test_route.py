@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_sync.comm.simulated import SimulatedWorld
 from lightning_sync.compressors import (
     BF16,
     BlockInt8,
@@ -153,3 +154,12 @@ def test_names_cannot_be_taken_twice() -> None:
         registry.register("int8", BlockInt8)
     assert registry.name(BlockInt8(64)) == "int8"
     assert registry.name(Route([])) == "Route"
+
+
+@pytest.mark.parametrize("compressor", ["bf16", "int8", "sign", "powersgd"])
+def test_complex_numbers_travel_exactly(compressor: str) -> None:
+    spec = ParamSpec("spectrum", (64, 64), torch.complex64, torch.device("cpu"))
+    assert [type(c) for c, _ in as_route(registry.build(compressor)).assign([spec])] == [Exact]
+    world = SimulatedWorld(Exact(), [spec], 2)
+    a, b = (torch.randn(64, 64, dtype=torch.complex64) for _ in range(2))
+    assert torch.allclose(world.reduce([[a], [b]])[0][0], (a + b) / 2)

@@ -57,3 +57,16 @@ def test_int8_against_bf16_per_interface(
         assert f"{made.interface_bytes():,}" in texts[0]
         assert f"{made.bf16_interface_bytes():,}" in texts[0]
         assert "two_level=True" in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("compressor", "share", "warns"),
+    [(ls.BlockInt4(), 2 * 132 / 256, True), (ls.FP8(), 2 * 260 / 256, True), (ls.Sign(), 2 * 36 / 256, False)],
+)
+def test_other_codecs_against_bf16_on_two_nodes_of_eight_without_levels(
+    compressor: Any, share: float, warns: bool
+) -> None:
+    """Every rank of a node sends its payload through the same interface: 8 times 1/4 of the gradient at a byte each."""
+    made = reducer(compressor, 2, 8, two_level=False)
+    assert made.interface_bytes() == pytest.approx(FULL * share, rel=1e-3)
+    assert (made.interface_bytes() > made.bf16_interface_bytes()) is warns
