@@ -21,6 +21,7 @@ from lightning_sync.examples.digits_cnn import DigitsCNN
 from lightning_sync.reducer import Reducer
 from lightning_sync.testing import make_specs
 from lightning_sync.validity import refusal
+from lightning_sync.weights import Contribution
 from tests.aggregators import references
 from tests.workers import run_ranks
 
@@ -54,6 +55,8 @@ def counted_and_predicted(rank: int, world_size: int) -> dict[str, Any]:
         )
         for reducer.step in (10**6, 10**6 + 1):  # what a step sends may alternate: the prediction is the mean
             mine = gradients(rank)
+            for _ in range(reducer.weighings):
+                reducer.weigh(Contribution.of_mean(1.0))
             for bucket in ([0, 1, 2], [4, 3]):
                 reducer.reduce([NAMES[i] for i in bucket], [mine[i] for i in bucket])
         predicted = reducer.predicted_bytes() + reducer.predicted_bytes()
