@@ -55,7 +55,7 @@ def counted_and_predicted(rank: int, world_size: int) -> dict[str, Any]:
         )
         for reducer.step in (10**6, 10**6 + 1):  # what a step sends may alternate: the prediction is the mean
             mine = gradients(rank)
-            if reducer.weighings:
+            for _ in range(reducer.weighings):
                 reducer.weigh(Contribution.of_mean(1.0))
             for bucket in ([0, 1, 2], [4, 3]):
                 reducer.reduce([NAMES[i] for i in bucket], [mine[i] for i in bucket])
