@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sync.compressors.base import Payload, Reduction
-from lightning_sync.compressors.blocks import BlockCodec, BlockPlan, owner_residual, worker_residual
+from lightning_sync.compressors.blocks import BlockCodec, BlockPlan, fade_, owner_residual, worker_residual
 from lightning_sync.compressors.finite import forget_
 from lightning_sync.compressors.kernels import Kernels, deliver, feed, kernels_for, kernels_in
 from lightning_sync.compressors.layout import Layout, layout
@@ -142,14 +142,13 @@ class FusedCodec(BlockCodec):
         """The code of what is kept and what is new, sorted by owner."""
         if state.left_out:
             kept = kept.clone()  # what is sent is read by nobody; the others wait for something of this size
-        if decay == 0:
-            kept.zero_()
+        fade_(kept, 1.0 if decay is None else decay)
         keys = row_keys(place.streams[0], state.step) if self.noisy else None
         words = torch.empty(len(kept), self.block // self.planes, dtype=self.word, device=kept.device)
         code = words, torch.empty(len(kept), 1, dtype=torch.float32, device=kept.device)
         for first, last, fresh in place.read([t.reshape(-1) for t in tensors]):
             own = None if keys is None else keys[first:last]
-            part = feed(self, kept[first:last], fresh, decay or 1.0, state.share, own, kernels_in(state))
+            part = feed(self, kept[first:last], fresh, state.share, own, kernels_in(state))
             for ordered, found in zip(code, part, strict=True):
                 ordered.index_copy_(0, place.plan.inverse[first:last], found)
         _forget_(kept, code[1].index_select(0, place.plan.inverse))
@@ -158,11 +157,10 @@ class FusedCodec(BlockCodec):
 
     def _send_on(self, kept: Tensor, place: Layout, combined: Tensor, state: State, decay: float | None) -> Code:
         """The same of an owner's blocks."""
-        if decay == 0:
-            kept.zero_()
+        fade_(kept, 1.0 if decay is None else decay)
         self._clear(combined, place.padding[1])
         keys = row_keys(place.streams[1], state.step) if self.noisy else None
-        code = feed(self, kept, combined, decay or 1.0, 1.0, keys, kernels_in(state))
+        code = feed(self, kept, combined, 1.0, keys, kernels_in(state))
         _forget_(kept, code[1])
         self._clear(kept, place.padding[1])
         return code

@@ -58,7 +58,7 @@ class _BlockIntegers(FusedCodec):
     @override
     def decode_planes(self, code: Code, like: Planes) -> list[Tensor]:
         scale = _scale(code[1].unsqueeze(1), self.bits, like[0].dtype)
-        return [d.sub_(2.0 ** (self.bits - 1)).mul_(scale) for d in split(code[0], self.bits, like)]
+        return [d.mul_(scale) for d in split(code[0], self.bits, like, 1 << (self.bits - 1))]
 
 
 @dataclass(frozen=True)

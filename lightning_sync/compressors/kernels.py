@@ -22,18 +22,16 @@ def feed(
     codec: FusedCodec,
     kept: Tensor,
     fresh: Tensor | None,
-    decay: float = 1.0,
     share: float = 1.0,
     keys: Tensor | None = None,
     kernels: Kernels | None = None,
 ) -> Code:
-    """Encode x = decay * kept + share * fresh, and leave in `kept` what the code misses.
+    """Encode x = kept + share * fresh, and leave in `kept` what the code misses.
 
     Args:
         codec: The codec.
         kept: ``[rows, block]``, overwritten.
         fresh: ``[rows, block]`` of the same dtype; `None`: x is `kept` as it is.
-        decay: Above 0.
         share: Any number.
         keys: ``[rows, 2]`` from `random.row_keys`, for noisy codecs.
         kernels: The compiled arithmetic, if there is any.
@@ -42,16 +40,15 @@ def feed(
         raise ValueError(f"{codec!r} rounds at random: pass keys, from row_keys.")
     if kernels is not None and fresh is not None and _fits(kept):
         noise = () if keys is None else (keys,)
-        weights = _weights(decay, share, kept.device)
-        return tuple(kernels["feed"](weights, *noise, *_cut(kept, codec.planes), *_cut(fresh, codec.planes)))
+        factor = _factor(share, kept.device)
+        return tuple(kernels["feed"](factor, *noise, *_cut(kept, codec.planes), *_cut(fresh, codec.planes)))
     parts = []
     rows = _piece(kept)
     for start in range(0, max(1, len(kept)), rows):
         piece = kept[start : start + rows]
         x = piece
         if fresh is not None:
-            x = torch.mul(fresh[start : start + rows], share)
-            x.add_(piece if decay == 1 else piece * decay)
+            x = torch.mul(fresh[start : start + rows], share).add_(piece)
         own = None if keys is None else keys[start : start + rows].unsqueeze(1)
         code, decoded = codec.encode_planes([x.view(len(x), codec.planes, codec.block // codec.planes)], own)
         torch.sub(x, decoded[0].view_as(x), out=piece)
@@ -82,15 +79,15 @@ def kernels_for(codec: FusedCodec, device: torch.device) -> Kernels | None:
 def functions_of(codec: FusedCodec, device: torch.device) -> tuple[compiled.Functions, list[object]]:
     """What is compiled, and whose source decides about it.
 
-    ``feed(weights, [keys,] *kept, *fresh)`` returns the code, ``deliver(words, level, *out)`` writes. Blocks are given
+    ``feed(share, [keys,] *kept, *fresh)`` returns the code, ``deliver(words, level, *out)`` writes. Blocks are given
     as planes. Neither checks anything.
     """
     count = codec.planes
 
-    def feed(weights: Tensor, *rest: Tensor) -> Any:
+    def feed(share: Tensor, *rest: Tensor) -> Any:
         keys, cut = (rest[0].unsqueeze(1), rest[1:]) if codec.noisy else (None, rest)
         kept, fresh = ([t.unsqueeze(1) for t in part] for part in (cut[:count], cut[count:]))
-        values = [a * weights[0] + b * weights[1] for a, b in zip(kept, fresh, strict=True)]
+        values = [b * share + a for a, b in zip(kept, fresh, strict=True)]
         code, decoded = codec.encode_planes(values, keys)
         for a, value, known in zip(kept, values, decoded, strict=True):
             a.copy_(value - known)
@@ -104,11 +101,11 @@ def functions_of(codec: FusedCodec, device: torch.device) -> tuple[compiled.Func
     def blocks() -> Sequence[Tensor]:
         return _cut(torch.zeros(64, codec.block, device=device), count)
 
-    weights, level = torch.ones(2, device=device), torch.ones(64, 1, device=device)
+    share, level = torch.ones(1, device=device), torch.ones(64, 1, device=device)
     words = torch.zeros(64, codec.block // count, dtype=codec.word, device=device)
     noise = [torch.zeros(64, 2, dtype=torch.int32, device=device)] if codec.noisy else []
     functions: compiled.Functions = {
-        "feed": (feed, [weights, *noise, *blocks(), *blocks()]),
+        "feed": (feed, [share, *noise, *blocks(), *blocks()]),
         "deliver": (deliver, [words, level, *blocks()]),
     }
     ours = [base for base in type(codec).__mro__ if base.__module__.partition(".")[0] not in ("builtins", "abc")]
@@ -130,8 +127,9 @@ def _cut(blocks: Tensor, count: int) -> Sequence[Tensor]:
 
 
 @functools.lru_cache(maxsize=64)
-def _weights(decay: float, share: float, device: torch.device) -> Tensor:
-    return torch.tensor([decay, share], dtype=torch.float32, device=device)
+def _factor(share: float, device: torch.device) -> Tensor:
+    """A kernel's number is a tensor, else it would be compiled in."""
+    return torch.tensor([share], dtype=torch.float32, device=device)
 
 
 def _piece(blocks: Tensor) -> int:

@@ -84,12 +84,25 @@ def join(digits: Planes, bits: int, offset: int = 0) -> Tensor:
         bits, count = 2 * bits, count // 2
 
 
-def split(words: Tensor, bits: int, like: Planes) -> list[Tensor]:
-    """The digits of `words`, ``[rows, w]``, as planes cut like `like`, in its dtype."""
+def split(words: Tensor, bits: int, like: Planes, offset: int = 0) -> list[Tensor]:
+    """The digits that `join` put into `words`, ``[rows, w]``, as planes cut like `like`, in its dtype.
+
+    Args:
+        words: The words.
+        bits: Bits of a digit.
+        like: Planes, for their number, cut and dtype.
+        offset: As for `join`: 0, or half of 2^bits.
+    """
     count = sum(p.shape[1] for p in like)
     wide = words.to(torch.int32).unsqueeze(1)
-    mask = 2**bits - 1
-    return [((wide >> shift) & mask).to(p.dtype) for p, shift in zip(like, _shifts(like, bits, count), strict=True)]
+    shifts = _shifts(like, bits, count)
+    if not offset:
+        return [((wide >> shift) & (2**bits - 1)).to(p.dtype) for p, shift in zip(like, shifts, strict=True)]
+    # With every digit's highest bit turned over, digits are signed numbers, and shifting one up and down extends its
+    # sign: that takes off the offset as well.
+    wide = wide ^ _signed_word(offset, bits, count)
+    top = 32 - bits
+    return [((wide << (top - shift)) >> top).to(p.dtype) for p, shift in zip(like, shifts, strict=True)]
 
 
 def positions(like: Planes) -> list[Tensor]:
@@ -117,3 +130,12 @@ def _places(bits: int, count: int) -> tuple[int, ...]:
 @functools.cache
 def _places_on(bits: int, count: int, device: torch.device) -> Tensor:
     return torch.tensor(_places(bits, count), dtype=torch.int32, device=device).view(-1, 1)
+
+
+@functools.cache
+def _signed_word(offset: int, bits: int, count: int) -> int:
+    """A word of `count` digits that are all `offset`, as a signed number of 32 bits."""
+    if offset != 1 << (bits - 1):
+        raise ValueError(f"offset={offset}: expected 0 or {1 << (bits - 1)}, the highest bit of a digit.")
+    word = sum(offset << (bits * i) for i in range(count))
+    return word - 2**32 if word >= 2**31 else word

@@ -77,7 +77,7 @@ class QSGD(FusedCodec):
     @override
     def decode_planes(self, code: Code, like: Planes) -> list[Tensor]:
         scale = self._scale(code[1].unsqueeze(1), like[0].dtype)
-        return [d.sub_(2.0 ** (self.bits - 1)).mul_(scale) for d in split(code[0], self.bits, like)]
+        return [d.mul_(scale) for d in split(code[0], self.bits, like, 1 << (self.bits - 1))]
 
     def _scale(self, norm: Tensor, dtype: torch.dtype) -> Tensor:
         scale: Tensor = norm.to(dtype) / self.levels

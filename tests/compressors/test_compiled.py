@@ -70,13 +70,13 @@ def same_code(codec: FusedCodec, a: Any, b: Any) -> bool:
 def test_they_give_the_same_bits(codec: FusedCodec) -> None:
     made = kernels.kernels_for(codec, CPU)
     assert made is not None, "compiling failed"
-    for rows, decay, share in ((1, 1.0, 0.25), (2, 1.0, 1 / 3), (63, 0.9, 0.5), (500, 1.0, 1 / 7), (64, 0.37, 1.0)):
+    for rows, share in ((1, 0.25), (2, 1 / 3), (63, 0.5), (500, 1 / 7), (64, 1.0)):
         keys = row_keys(row_streams(0, [("w",)], [range(rows)]), 3) if codec.noisy else None
         kept, fresh = hard_blocks(rows, codec.block, rows), hard_blocks(rows, codec.block, rows + 1)
         ours, theirs = kept.clone(), kept.clone()
-        eager = kernels.feed(codec, ours, fresh, decay, share, keys)
-        quick = kernels.feed(codec, theirs, fresh, decay, share, keys, made)
-        assert same_code(codec, eager, quick), (rows, decay, share)
+        eager = kernels.feed(codec, ours, fresh, share, keys)
+        quick = kernels.feed(codec, theirs, fresh, share, keys, made)
+        assert same_code(codec, eager, quick), (rows, share)
         sound = eager[1].isfinite().view(-1)
         assert same(ours[sound], theirs[sound])
         out, written = torch.empty_like(kept), torch.empty_like(kept)
@@ -85,7 +85,7 @@ def test_they_give_the_same_bits(codec: FusedCodec) -> None:
         assert same(out, written)
         # And the kernel keeps exactly what its own code misses.
         known = codec.decode(quick, torch.float32)
-        x = (fresh * share + (kept if decay == 1 else kept * decay))[sound]
+        x = (fresh * share + kept)[sound]
         assert same(theirs[sound], x - known[sound])
 
 
@@ -120,7 +120,7 @@ def test_they_run_on_any_thread_and_leave_denormal_numbers_alone() -> None:
     fresh = torch.randn(100, 256)
 
     def run() -> None:
-        found.append(kernels.feed(codec, torch.zeros(100, 256), fresh, 1.0, 1.0, None, made))
+        found.append(kernels.feed(codec, torch.zeros(100, 256), fresh, 1.0, None, made))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -139,8 +139,8 @@ def test_the_way_of_other_devices_gives_the_same_bits() -> None:
     for rows in (2, 100):
         kept, fresh = hard_blocks(rows, codec.block, rows), hard_blocks(rows, codec.block, rows + 1)
         ours, theirs = kept.clone(), kept.clone()
-        eager = kernels.feed(codec, ours, fresh, 0.9, 1 / 3)
-        assert same_code(codec, eager, kernels.feed(codec, theirs, fresh, 0.9, 1 / 3, None, made))
+        eager = kernels.feed(codec, ours, fresh, 1 / 3)
+        assert same_code(codec, eager, kernels.feed(codec, theirs, fresh, 1 / 3, None, made))
         sound = eager[1].isfinite().view(-1)
         assert same(ours[sound], theirs[sound])
         out, written = torch.empty_like(kept), torch.empty_like(kept)

@@ -7,13 +7,16 @@ import torch
 
 from lightning_sync.comm.simulated import SimulatedWorld
 from lightning_sync.compressors import (
+    FP8,
     AcpSGD,
+    BlockInt4,
     BlockInt8,
     ChunkTopK,
     Compressor,
     ErrorFeedback,
     PowerSGD,
     RandomBlock,
+    Sign,
 )
 from lightning_sync.testing import make_specs
 
@@ -25,6 +28,10 @@ STEPS = 2000
     ("compressor", "within"),
     [
         (ErrorFeedback(BlockInt8(64)), True),
+        (ErrorFeedback(BlockInt4()), True),
+        (ErrorFeedback(Sign()), True),
+        pytest.param(ErrorFeedback(FP8()), True, marks=pytest.mark.slow),
+        pytest.param(Sign(), False, marks=pytest.mark.slow),
         (ErrorFeedback(ChunkTopK(0.05, 512)), True),
         (ErrorFeedback(ChunkTopK(0.05, 512, "2bit", "gather")), True),
         (ErrorFeedback(RandomBlock(0.1, 32)), True),

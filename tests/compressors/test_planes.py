@@ -38,10 +38,10 @@ def test_a_word_holds_one_digit_of_every_plane(
     words = planes.join([whole], bits, offset)
     assert (words.dtype, tuple(words.shape)) == (WORDS[count * bits], (rows, width))
     assert torch.equal(words, planes.join(apart(whole), bits, offset))
-    (found,) = planes.split(words, bits, [whole])
+    (found,) = planes.split(words, bits, [whole], offset)
     assert found.dtype == dtype
-    assert torch.equal(found - offset, whole)
-    separate = planes.split(words, bits, apart(whole))
+    assert torch.equal(found, whole)
+    separate = planes.split(words, bits, apart(whole), offset)
     assert torch.equal(torch.cat(separate, 1), found)
 
 
