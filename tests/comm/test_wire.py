@@ -183,11 +183,20 @@ def test_counted_bytes_are_those_of_the_tensors_that_collectives_get(counted: Co
 
 
 EXACT = {("all_reduce", torch.float32)}
+# Elements of a block, and its bytes: a float32 number with each, and a byte, half a byte or a bit per element.
+CODECS = {
+    "int8": (256, 260),
+    "fp8": (256, 260),
+    "int4": (256, 132),
+    "sign": (256, 36),
+    "sign_vote": (256, 36),
+    "qsgd": (512, 260),
+}
 WIRE_DTYPES = {
     "none": EXACT,
     "bf16": {("all_reduce", torch.bfloat16)},
     "fp16": {("all_reduce", torch.float16)},
-    "int8": {("all_to_all_single", torch.uint8), *EXACT},  # vectors travel exactly
+    **{name: {("all_to_all_single", torch.uint8), *EXACT} for name in CODECS},  # vectors travel exactly
     "powersgd": EXACT,
     "acp": EXACT,
     "topk": {("all_to_all_single", torch.uint8), *EXACT},
@@ -195,7 +204,7 @@ WIRE_DTYPES = {
     "dgc": {("all_to_all_single", torch.uint8), *EXACT},
 }
 # Elements of a block, and its bytes: 1 % and 25 % of 4096 elements, with 2 + 4 bytes each.
-CODES = {"int8": (256, 260), "topk": (4096, 41 * 6), "dgc": (4096, 1024 * 6)}
+CODES = {**CODECS, "topk": (4096, 41 * 6), "dgc": (4096, 1024 * 6)}
 
 
 @pytest.mark.dist
