@@ -17,6 +17,7 @@ from lightning_sync.aggregators import (
     ParameterAggregator,
     Sum,
     TrimmedMean,
+    WeightedMean,
     estimates,
     registry,
 )
@@ -27,6 +28,7 @@ from tests.aggregators import references
 
 CASES: dict[str, tuple[Aggregator, Any, dict[str, bool]]] = {
     "mean": (Mean(), references.mean, {}),
+    "weighted_mean": (WeightedMean(), references.mean, {}),
     "sum": (Sum(), references.total, {"keeps_equal": False}),
     "adasum": (Adasum(), references.adasum, {"symmetric": False}),
     "median": (Median(), references.median, {}),
