@@ -67,6 +67,9 @@ MODES: dict[str, Mode] = {
     "delayed": Mode(_named("delayed")),
     "hybrid": Mode(_named("hybrid", **_OFTEN), kept={"anchor"}),
     "local_sgd": Mode(_named("local_sgd", **_OFTEN), kept={"anchor"}),
+    "weighted": Mode(
+        lambda c: ls.HybridStrategy(c, aggregator="weighted_mean", **_OFTEN), ["none", "int8"], kept={"anchor"}
+    ),
     "post_local_sgd": Mode(_named("post_local_sgd", **_OFTEN), kept={"anchor"}),
     "hierarchical": Mode(_named("hierarchical", **_OFTEN), kept={"anchor"}),
     "diloco": Mode(_named("diloco", **_OFTEN), kept={"anchor"}),

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -82,15 +83,19 @@ def train(module: LightningModule, strategy: Any, **options: Any) -> Trainer:
     return fit(module, strategy, WORLD, -1, **{**defaults, "limit_val_batches": 1.0, **options})
 
 
-def every_mode(rank: int, world: int) -> dict[str, Any]:
+AGGREGATED = {"strict": {}, "delayed": {}, "local_sgd": {"sync_every": 4}}
+
+
+def every_mode(rank: int, world: int, aggregators: tuple[str | None, ...]) -> dict[str, Any]:
     found = {}
-    for stream in (False, True):
-        for name in NAMES:
+    names = [(n, OPTIONS.get(n, {})) for n in NAMES] if aggregators == (None,) else [*AGGREGATED.items()]
+    for stream, aggregator in product((False, True), aggregators):
+        for name, options in names:
             torch.manual_seed(3)
-            module = Uneven(rank, stream)
-            strategy = ls.strategy(name, **OPTIONS.get(name, {}))
+            module = Uneven(rank, stream, lr=0.05 if aggregator is None else 0.01)
+            strategy = ls.strategy(name, aggregator=aggregator, **options)
             trainer = train(module, strategy)
-            found[f"{name}, {'stream' if stream else 'lengths'}"] = {
+            found[f"{name}, {'stream' if stream else 'lengths'}, {aggregator}"] = {
                 "seen": module.seen,
                 "validated": module.validated,
                 "val_loss": float(trainer.callback_metrics["val_loss"]),
@@ -103,8 +108,9 @@ def every_mode(rank: int, world: int) -> dict[str, Any]:
 
 
 @pytest.mark.dist
-def test_every_mode_uses_all_data_and_all_clocks_agree() -> None:
-    ranks = run_ranks(every_mode, WORLD, init="env", deadline=175)
+@pytest.mark.parametrize("aggregators", [(None,), ("median", "sum")])
+def test_every_mode_uses_all_data_and_all_clocks_agree(aggregators: tuple[str | None, ...]) -> None:
+    ranks = run_ranks(every_mode, WORLD, aggregators, init="env", deadline=175)
     for case in ranks[0]:
         losses: list[float] = []
         for rank, found in enumerate(ranks):
