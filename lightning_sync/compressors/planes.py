@@ -48,7 +48,7 @@ def total(values: Planes) -> Tensor:
 
     Planes are added by halves. What is left, w partial sums v, is rounded to a common grid first: (v + b) - b for
     b = 2 w max(v) is a multiple of b's last place, and w such multiples add up below b, hence exactly. Each v moves by
-    at most w 2^-23 max(v) in float32.
+    at most w 2^-23 max(v) in float32. Where b is beyond the dtype's range (3e38), the total is not finite.
     """
     partial = fold(values, torch.add)
     largest = partial.amax((1, 2), keepdim=True) * (2 * partial.shape[2])

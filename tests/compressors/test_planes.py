@@ -56,7 +56,7 @@ def test_every_bit_of_a_word_belongs_to_one_digit() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([1, 4, 8]), st.integers(1, 40), st.integers(0, 10**6), st.floats(-30, 30), st.booleans())
+@given(st.sampled_from([1, 4, 8]), st.integers(1, 40), st.integers(0, 10**6), st.floats(-30, 20), st.booleans())
 def test_a_total_does_not_depend_on_the_order(count: int, width: int, seed: int, exponent: float, wild: bool) -> None:
     """The place of a partial sum is not to matter; nor is whether planes come in one tensor or in many."""
     generator = torch.Generator().manual_seed(seed)
