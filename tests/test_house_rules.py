@@ -19,6 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 CORE = (
     "aggregator_contract",
     "aggregators",
+    "asynchronous",
     "checks",
     "checkpoint",
     "clipping",
@@ -46,6 +47,7 @@ OUTSIDE = ("lightning", "pytorch_lightning", "lightning_fabric", "hydra", "omega
 # Inside the core: compressors know state and the arithmetic of bytes, aggregators payloads, the wire no strategy.
 ONLY = {
     "aggregators": ("aggregators", "comm.topology", "compressors.base", "registry"),
+    "asynchronous": ("asynchronous", "checks", "periodic.outer", "registry"),
     "checkpoint": ("checkpoint", "reducer", "state"),
     "comm": ("comm", "compressors.base", "state"),
     "compressors": ("checks", "comm.topology", "compressors", "registry", "state"),
