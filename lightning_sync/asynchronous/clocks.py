@@ -60,17 +60,22 @@ class Clocks:
         """Nobody waits for this replica any more: it is out of data, or dead. Again is no error."""
         self._retired[self._known(replica)] = True
 
-    def rejoin(self, replica: int) -> int:
+    def rejoin(self, replica: int, at_least: int = 0) -> int:
         """A retired replica goes on from the current parameters: its new clock, no lower than the least of the others.
 
         At its old clock everybody would wait until it had caught up.
+
+        Args:
+            replica: Who returns.
+            at_least: Another floor: one more than the highest clock it has ever sent, since an update that only some
+                owners took before it left must not share its number with a new one.
 
         Raises:
             RuntimeError: if it was not retired.
         """
         if self.counts(replica):
             raise RuntimeError(f"Clocks.rejoin(replica={replica}): it is not retired.")
-        back = max(self._clocks[replica], self.least())
+        back = max(self._clocks[replica], self.least(), at_least)
         self._gaps[replica] = (self._made[replica], back)
         self._clocks[replica], self._retired[replica] = back, False
         return back
@@ -91,38 +96,41 @@ class Clocks:
         """How many exchanges a replica is ahead of the slowest that counts."""
         return self._clocks[self._known(replica)] - self.least()
 
-    def may_start(self, replica: int, bound: int | None) -> bool:
-        """Whether a replica may compute its next update: with clock c and bound s, whether all have reached c - s.
+    def may_start(self, replica: int, bound: int | None, ahead: int = 0) -> bool:
+        """Whether a replica may compute its next update, number c, with bound s: whether all clocks have reached c - s.
 
         Args:
             replica: Who asks.
             bound: s. Smaller keeps replicas closer together and makes them wait more; None never waits.
+            ahead: Its updates that are sent but not acknowledged yet: c is its clock plus these.
         """
-        return bound is None or self.least() >= self[replica] - bound
+        return bound is None or self.least() >= self[replica] + ahead - bound
 
-    def needed(self, replica: int, bound: int | None) -> dict[int, int]:
-        """What a copy must contain before this replica computes on it, whatever the others did in the meantime.
+    def needed(self, replica: int, bound: int | None, ahead: int = 0) -> dict[int, int]:
+        """What a copy must contain before this replica computes its next update, number c, on it.
 
         Args:
-            replica: Who computes, at clock c.
+            replica: Who computes.
             bound: s, or None for no demand.
+            ahead: As in `may_start`.
 
         Returns:
             For every replica, the number of the first update that need not be in the copy: c - s, or less where it
             left before making that many. To be compared with `Shard.contains`.
         """
-        least = 0 if bound is None else max(0, self[replica] - bound)
+        least = 0 if bound is None else max(0, self[replica] + ahead - bound)
         return {r: self._made_below(r, least) for r in range(len(self._clocks))}
 
-    def missing(self, replica: int, bound: int | None, contains: Mapping[int, int]) -> list[int]:
+    def missing(self, replica: int, bound: int | None, contains: Mapping[int, int], ahead: int = 0) -> list[int]:
         """The replicas of which a copy lacks updates that the bound demands; empty: the copy may be computed on.
 
         Args:
             replica: Who computes.
             bound: s, or None.
             contains: What the copy contains: per replica, one more than its last update's number (absent: nothing).
+            ahead: As in `may_start`.
         """
-        return [r for r, least in self.needed(replica, bound).items() if contains.get(r, 0) < least]
+        return [r for r, least in self.needed(replica, bound, ahead).items() if contains.get(r, 0) < least]
 
     def state(self) -> dict[str, Any]:
         """All there is to restore, as lists of numbers."""

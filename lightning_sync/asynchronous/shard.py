@@ -52,10 +52,10 @@ class Read:
 class Shard:
     """Values, their version, and a rule that answers contributions.
 
-    Every applied change makes a new version. Not locked: `apply`, `tick`, `read`, `retire`, `rejoin`, `state` and
-    `load_state` must each run alone (one lock around each call), since a read must not see half a change, and values,
-    version and `contains` belong together. Two threads that add to one tensor without a lock lose updates. What `read`
-    returns may be sent without the lock.
+    Every applied change makes a new version. Not locked: `apply`, `tick`, `flush`, `read`, `retire`, `rejoin`,
+    `state` and `load_state` must each run alone (one lock around each call), since a read must not see half a change,
+    and values, version and `contains` belong together. Two threads that add to one tensor without a lock lose updates.
+    What `read` returns may be sent without the lock.
 
     Args:
         values: The shard, a floating-point `[n]` (float32), which the shard owns and changes in place from now on.
@@ -94,10 +94,13 @@ class Shard:
         self.values = values
         self.rule = rule
         self.version = 0
+        self.seconds = 0.0
+        """The latest time the shard was told."""
         self.ledger = Ledger()
         self.contains: dict[int, int] = {}
         """Per replica, one more than the clock of its last update in `values`; absent means nothing of it."""
-        self._sequences: dict[int, int] = {}
+        self.sequences: dict[int, int] = {}
+        """The same in sequence numbers."""
         self._accepted: dict[int, tuple[int, int]] = {}  # like both, but with what the rule still holds back
         self._living = set(range(replicas))
         self._replicas = replicas
@@ -116,7 +119,8 @@ class Shard:
 
         Args:
             contribution: What has arrived.
-            now: Seconds by the owner's clock; only rules that wait look at it.
+            now: Seconds of training by the owner's clock; only rules that wait look at it. 0 is when training began,
+                and an owner that resumes counts on from `seconds`.
 
         Raises:
             ValueError: if it cannot belong to this shard. Nothing is changed, as with the next.
@@ -131,7 +135,8 @@ class Shard:
         self.ledger.take(sender, staleness)
         self._forget_before(sender, contribution.read_version)
         self._accepted[sender] = (contribution.clock + 1, contribution.sequence + 1)
-        facts = Facts(staleness, read_values, now, self._living)
+        self.seconds = max(now, self.seconds)
+        facts = Facts(staleness, read_values, self.seconds, self._living)
         self._move(self.rule.change(self.values, contribution, facts, self._rule_state))
         return Receipt(True, self.version, staleness)
 
@@ -141,7 +146,13 @@ class Shard:
 
     def tick(self, now: float) -> int:
         """Let the rule do what time alone makes due: the version afterwards."""
-        self._move(self.rule.release(self.values, now, self._living, self._rule_state))
+        self.seconds = max(now, self.seconds)
+        self._move(self.rule.release(self.values, self.seconds, self._living, self._rule_state))
+        return self.version
+
+    def flush(self) -> int:
+        """Make everything taken so far count, as at the end of a run or before a checkpoint: the version afterwards."""
+        self._move(self.rule.flush(self.values, self._rule_state))
         return self.version
 
     def read(self, reader: int, since: int | None = None, difference: bool = False) -> Read:
@@ -156,7 +167,7 @@ class Shard:
             ValueError: if `difference` is asked for and the shard does not keep what was read.
         """
         self._check_replica(reader)
-        contains, sequences = dict(self.contains), dict(self._sequences)
+        contains, sequences = dict(self.contains), dict(self.sequences)
         if difference and not self._keeps:
             raise ValueError("Shard.read(difference=True): the shard keeps no reads; make it with keep_reads=True.")
         kept = self._reads.setdefault(reader, {})
@@ -171,7 +182,9 @@ class Shard:
     def retire(self, replica: int) -> None:
         """Nothing more is expected of this replica; what it has read is forgotten, what it has sent stays."""
         self._check_replica(replica)
-        self._living.discard(replica)
+        if replica in self._living:
+            self._living.discard(replica)
+            self.rule.forget(replica, self._rule_state)
         self._reads.pop(replica, None)
 
     def rejoin(self, replica: int) -> int:
@@ -185,8 +198,9 @@ class Shard:
         return {
             "values": self.values,
             "version": self.version,
+            "seconds": self.seconds,
             "contains": dict(self.contains),
-            "sequences": dict(self._sequences),
+            "sequences": dict(self.sequences),
             "accepted": {s: list(a) for s, a in self._accepted.items()},
             "living": sorted(self._living),
             "ledger": self.ledger.state(),
@@ -208,8 +222,8 @@ class Shard:
                 f"{'no' if self._optimizer is None else 'one'}."
             )
         self.values.copy_(state["values"])
-        self.version = state["version"]
-        self.contains, self._sequences = dict(state["contains"]), dict(state["sequences"])
+        self.version, self.seconds = state["version"], state["seconds"]
+        self.contains, self.sequences = dict(state["contains"]), dict(state["sequences"])
         self._accepted = {s: (a[0], a[1]) for s, a in state["accepted"].items()}
         self._living = set(state["living"])
         self.ledger.load_state(state["ledger"])
@@ -228,7 +242,7 @@ class Shard:
                 self._optimizer.step(change)
         self.version += 1
         for sender, (clock, sequence) in self._accepted.items():
-            self.contains[sender], self._sequences[sender] = clock, sequence
+            self.contains[sender], self.sequences[sender] = clock, sequence
 
     def _backup(self, contribution: Contribution) -> Tensor:
         kept = self._reads.get(contribution.sender, {})

@@ -48,7 +48,7 @@ class Facts:
     Attributes:
         staleness: The shard's version now, minus the version the contribution was computed on.
         read_values: The values the sender computed on, `[n]`; None unless the rule's `needs_backup` is True.
-        now: Seconds by the owner's clock, which never runs backwards.
+        now: Seconds of training by the owner's clock, which starts at 0 and never runs backwards.
         living: The replicas that may still send something.
     """
 
@@ -100,6 +100,14 @@ class Rule(ABC):
     def release(self, values: Tensor, now: float, living: Collection[int], state: dict[str, Tensor]) -> Tensor | None:
         """The change that time alone has made due, like that of `change`; None if there is none."""
         return None
+
+    def flush(self, values: Tensor, state: dict[str, Tensor]) -> Tensor | None:
+        """The change that makes everything delivered so far count, where nothing more will come; None if none."""
+        return None
+
+    def forget(self, replica: int, state: dict[str, Tensor]) -> None:
+        """A replica has left; what it has sent stays."""
+        return
 
     def next_local(self, local: Tensor, delta: Tensor, read: Tensor) -> Tensor:
         """Where a replica goes on after an exchange, before what it has done in the meantime is added again.

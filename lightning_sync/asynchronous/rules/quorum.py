@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sync.asynchronous.grace import Rhythm, grace_ends, heard
+from lightning_sync.asynchronous.grace import Rhythm, grace_ends, heard, left
 from lightning_sync.asynchronous.rules.base import Contribution, Facts, Rule
 from lightning_sync.checks import check_choice, check_integer
 
@@ -84,8 +84,8 @@ class Quorum(Rule):
         if quorum_at != quorum_at:
             return None
         rhythms = _rhythms(state)
-        missing = [r for s, r in rhythms.items() if s in living and f"{_PENDING}{s}" not in state]
-        return grace_ends(quorum_at, self.grace, list(rhythms.values()), missing)
+        missing = [r for r in living if f"{_PENDING}{r}" not in state]
+        return grace_ends(quorum_at, self.grace, rhythms, missing)
 
     @override
     def release(self, values: Tensor, now: float, living: Collection[int], state: dict[str, Tensor]) -> Tensor | None:
@@ -94,7 +94,14 @@ class Quorum(Rule):
         due = self.due(state, living)
         if due is None or now < due:
             return None
+        return self.flush(values, state)
+
+    @override
+    def flush(self, values: Tensor, state: dict[str, Tensor]) -> Tensor | None:
+        """Delta of whatever has been delivered since the last step, by however few."""
         senders = [key.removeprefix(_PENDING) for key in state if key.startswith(_PENDING)]
+        if not senders:
+            return None
         weights = [self._weight(*state.pop(_COUNTS + s).tolist()) for s in senders]
         total = sum(weights)
         merged = torch.zeros_like(values)
@@ -103,6 +110,13 @@ class Quorum(Rule):
             merged.add_(state.pop(_PENDING + sender), alpha=weight / total if total else 1 / len(senders))
         state[_QUORUM_AT].fill_(nan)
         return merged
+
+    @override
+    def forget(self, replica: int, state: dict[str, Tensor]) -> None:
+        """Nobody knows when a replica that has left will deliver again; what it has delivered counts."""
+        rhythm = _rhythms(state).get(replica)
+        if rhythm is not None:
+            state[f"{_RHYTHM}{replica}"] = _to_tensor(left(rhythm))
 
     def _note_quorum(self, now: float, living: Collection[int], state: dict[str, Tensor]) -> None:
         delivered = sum(key.startswith(_PENDING) for key in state)
