@@ -24,10 +24,10 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as powersgd
+from hooked import HookedDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.nn.parallel import DistributedDataParallel
 
 _OURS = re.compile(
     r"(?P<mode>[a-z_]+)(?P<options>\([^()]*\))?"
@@ -81,26 +81,6 @@ def method(name: str, *, alone: bool = False, period: int = 1) -> Callable[[Make
         return make
 
     return register
-
-
-class HookedDDPStrategy(DDPStrategy):
-    """DDPStrategy whose comm hook is registered on every device; Lightning drops hooks off CUDA without a word.
-
-    Args:
-        hook: The comm hook.
-        state: Makes the hook's state, None for a hook without.
-        **kwargs: As for DDPStrategy.
-    """
-
-    def __init__(self, hook: Callable[..., Any], state: Callable[[], object] | None = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._hook = hook
-        self._make_state = state
-
-    def configure_ddp(self) -> None:
-        super().configure_ddp()
-        assert isinstance(self.model, DistributedDataParallel)
-        self.model.register_comm_hook(self._make_state() if self._make_state else None, self._hook)
 
 
 @method("none", alone=True)
