@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-# The same examples in every run, so that a change alone can break a test; `--hypothesis-profile=default` looks for new ones.
+# The same examples in every run: only a change can break a test. `--hypothesis-profile=default` looks for new ones.
 settings.register_profile("fixed", derandomize=True)
 settings.load_profile("fixed")
 
