@@ -31,6 +31,7 @@ CORE = (
     "marks",
     "nonfinite",
     "periodic",
+    "planner",
     "reducer",
     "registry",
     "replica",
