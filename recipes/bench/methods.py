@@ -26,7 +26,6 @@ import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as powersgd
 from hooked import HookedDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
@@ -108,11 +107,10 @@ def ddp_fp16() -> Strategy:
     return HookedDDPStrategy(default_hooks.fp16_compress_hook, bucket_cap_mb=5)
 
 
-def _bf16_hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _bf16_hook(_state, bucket):  # type: ignore[no-untyped-def]  # torch takes no annotation that is a string
     sent = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
     reduced = dist.all_reduce(sent, async_op=True).get_future()
-    done: torch.futures.Future[Tensor] = reduced.then(lambda future: bucket.buffer().copy_(future.value()[0]))
-    return done
+    return reduced.then(lambda future: bucket.buffer().copy_(future.value()[0]))
 
 
 @method("ddp5-bf16")
