@@ -38,6 +38,7 @@ from lightning_sync.compressors import (
     Where,
 )
 from lightning_sync.drift import DriftError
+from lightning_sync.monitor.probe import Probe
 from lightning_sync.nonfinite import NonFiniteError
 from lightning_sync.periodic.outer import Nesterov, SlowMo
 from lightning_sync.periodic.period import Growing, Period, QuadraticRule, Seconds
@@ -84,6 +85,7 @@ __all__ = [
     "ParameterAggregator",
     "Period",
     "PowerSGD",
+    "Probe",
     "QuadraticRule",
     "RandomBlock",
     "RatioWarmup",

@@ -26,7 +26,7 @@ def train(run_dir: Path, *overrides: str) -> dict[str, Any] | None:
                 [sys.executable, "-m", "lightning_sync.train", *words.values()],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_PATH)},
                 check=False,
             )
         if done.returncode:
@@ -35,6 +35,7 @@ def train(run_dir: Path, *overrides: str) -> dict[str, Any] | None:
     return dict(json.loads(summary.read_text()))
 
 
+_PATH = [str(Path(__file__).parent / "bench"), *filter(None, [os.environ.get("PYTHONPATH")])]
 _QUIET = ("trainer.enable_progress_bar=false", "~callbacks.checkpoint", "trainer.enable_checkpointing=false")
 
 

@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples in every run: only a change can break a test. `--hypothesis-profile=default` looks for new ones.
+settings.register_profile("fixed", derandomize=True)
+settings.load_profile("fixed")
 
 # Variables by which Lightning, torch and Hydra would take a test for a rank of a run.
 _OF_A_RUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "HYDRA_FULL_ERROR")

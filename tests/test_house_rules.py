@@ -32,6 +32,7 @@ CORE = (
     "marks",
     "nonfinite",
     "periodic",
+    "planner",
     "reducer",
     "registry",
     "replica",

@@ -1,4 +1,4 @@
-"""The README is executed: its Python runs, its command lines exist, its table is the code's."""
+"""The README and the guides are executed: their Python runs, their command lines exist, their tables are the code's."""
 
 import re
 import shlex
@@ -12,8 +12,10 @@ from lightning_sync import aggregators
 from lightning_sync.compressors.resolve import to_route
 from lightning_sync.validity import aggregator_table, table
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "recipes" / "guide").glob("*.md"))]
+TEXT = "\n".join(page.read_text() for page in PAGES)
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, flags=re.DOTALL)
 PYTHON = [text for language, text in BLOCKS if language == "python"]
 COMMANDS = [
     shlex.split(line, comments=True)
@@ -33,7 +35,7 @@ def test_scripts_exist_and_can_be_executed() -> None:
     scripts = [words[0] for words in COMMANDS if words[0].startswith("./")]
     assert scripts
     for script in scripts:
-        assert (Path(__file__).parents[1] / script).stat().st_mode & 0o111, script
+        assert (ROOT / script).stat().st_mode & 0o111, script
 
 
 @pytest.mark.dist
@@ -68,11 +70,17 @@ def test_a_third_partys_compressor_is_a_short_file_and_a_yaml(tmp_path: Path, mo
     assert repr(to_route(strategy.compressor).rules[0][1]) == "ErrorFeedback(inner=Ternary(block=128), decay=1.0)"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)", page.read_text())
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
 def test_the_table_of_what_composes_is_current() -> None:
-    assert table() in README
-    assert aggregator_table() in README
+    assert table() in TEXT
+    assert aggregator_table() in TEXT
 
 
 def test_every_aggregator_has_a_row_that_says_what_it_computes() -> None:
     for name in aggregators.registry:
-        assert len(re.findall(rf"^\| `{name}` \| .+ \| .+ \| 1[.\d]* \|$", README, re.MULTILINE)) == 1, name
+        assert len(re.findall(rf"^\| `{name}` \| .+ \| .+ \| 1[.\d]* \|$", TEXT, re.MULTILINE)) == 1, name

@@ -37,9 +37,9 @@ import torch
 from torch import Tensor
 
 import lightning_sync.compressors as compressors
-from lightning_sync.compressors.base import Compressor, Payload
+from lightning_sync.compressors.base import Compressor
 from lightning_sync.compressors.resolve import with_feedback
-from lightning_sync.state import ParamSpec
+from lightning_sync.planner.measure import CodecRun
 
 MIB = 2**20
 OURS = (
@@ -79,48 +79,18 @@ def _value(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-def answer(payload: Payload, ranks: int) -> Payload:
-    """What this rank, the first, would be sent back if all sent the same."""
-    if payload.pattern == "sum":
-        return payload
-    if payload.pattern == "exchange":
-        parts = [t[: payload.splits[0]] for t in payload.tensors]
-        return Payload("exchange", tuple(torch.stack([p] * ranks) for p in parts), payload.splits)
-    total = sum(payload.splits)
-    parts = [t.repeat(-(-total // max(1, len(t))), *[1] * (t.dim() - 1))[:total] for t in payload.tensors]
-    return Payload("gather", tuple(parts), payload.splits)
-
-
 class Timed:
-    """One compressor on one bucket."""
+    """One compressor on one bucket, in processor time."""
 
     def __init__(self, compressor: Compressor, gradients: Sequence[Tensor], ranks: int) -> None:
-        self.compressor, self.gradients, self.ranks = compressor, gradients, ranks
-        params = [ParamSpec(f"p{i}", tuple(g.shape), g.dtype, g.device) for i, g in enumerate(gradients)]
-        self.keys = [p.key for p in params]
-        self.state = compressor.init(params)
-        self.state.world_size, self.state.share = ranks, 1 / ranks
+        self.run = CodecRun(compressor, gradients, ranks, time.thread_time)
         self.payload = 0
 
     def step(self) -> tuple[float, float, float]:
         """Seconds of encoding, of an owner's work, and of decoding."""
-        run = self.compressor.reduce(self.keys, list(self.gradients), self.state)
-        times: list[float] = []
-        reply: Payload | None = None
-        self.payload = 0
-        while True:
-            start = time.thread_time()
-            try:
-                sent = next(run) if reply is None else run.send(reply)
-            except StopIteration:
-                times.append(time.thread_time() - start)
-                break
-            times.append(time.thread_time() - start)
-            if sent.pattern != "gather" or not self.payload:
-                self.payload += sum(t.nbytes for t in sent.tensors)
-            reply = answer(sent, self.ranks)
-        self.state.step += 1
-        return times[0], sum(times[1:-1]), times[-1]
+        took = self.run.step()
+        self.payload = took.payload_bytes
+        return took.encode, took.owner, took.decode
 
 
 class Stock:
