@@ -76,6 +76,13 @@ class Rule(ABC):
     reads_first: ClassVar[bool] = False
     """Whether a delta is measured from values read just before it is sent, not from those read after the last one."""
 
+    holds_back: ClassVar[bool] = False
+    """Whether what has arrived may wait for more before it changes the values, so that no bound on reading can hold."""
+
+    def for_replicas(self, replicas: int) -> Rule:
+        """The rule for a run of this many replicas, where one of its constants depends on that."""
+        return self
+
     def init(self, values: Tensor) -> dict[str, Tensor]:
         """The state before the first contribution: named tensors, such as zeros like `values` `[n]`."""
         return {}
@@ -100,14 +107,6 @@ class Rule(ABC):
     def release(self, values: Tensor, now: float, living: Collection[int], state: dict[str, Tensor]) -> Tensor | None:
         """The change that time alone has made due, like that of `change`; None if there is none."""
         return None
-
-    def needs(self, replicas: int) -> int:
-        """How many replicas must have contributed before a contribution counts.
-
-        Above 1 the rule does not go with a bound on staleness: those who wait for values that contain an update would
-        be those whose contributions it waits for.
-        """
-        return 1
 
     def flush(self, values: Tensor, state: dict[str, Tensor]) -> Tensor | None:
         """The change that makes everything delivered so far count, where nothing more will come; None if none."""

@@ -49,6 +49,7 @@ class Quorum(Rule):
     weigh_by: str = "samples"
     pushes: ClassVar[tuple[str, ...]] = ("delta",)
     uses_weight: ClassVar[bool] = False
+    holds_back: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_integer("Quorum", 1, quorum=self.quorum)
@@ -77,11 +78,6 @@ class Quorum(Rule):
             state[_PENDING + sender], state[_COUNTS + sender] = contribution.values.clone(), counts
         self._note_quorum(facts.now, facts.living, state)
         return self.release(values, facts.now, facts.living, state)
-
-    @override
-    def needs(self, replicas: int) -> int:
-        """The quorum."""
-        return min(self.quorum, replicas)
 
     @override
     def due(self, state: dict[str, Tensor], living: Collection[int]) -> float | None:
