@@ -179,7 +179,7 @@ class OuterLoop:
             names, deltas = [fragment.names[i] for i in bucket], [taken[i] for i in bucket]
             name = first_nonfinite(names, deltas)
             if name is not None:
-                raise NonFiniteError(step, name, self.wire.rank)
+                raise NonFiniteError(step, name, self.wire.rank, "distance from the anchor")
             yield names, deltas
 
     def _move_anchor(self, flight: InFlight, fragment: Fragment, members: Sequence[int]) -> None:
