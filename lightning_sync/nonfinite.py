@@ -38,8 +38,8 @@ class NonFiniteError(ArithmeticError):
 
     def __str__(self) -> str:
         return (
-            f"step {self.step}: {_where(self.name, self.rank, self.what)}. Look for a learning rate that is too high, a "
-            "division by zero or a logarithm of 0 in the loss, or bad input; non_finite='skip' leaves such steps out."
+            f"step {self.step}: {_where(self.name, self.rank, self.what)}. Look for a learning rate that is too high, "
+            "a division by zero or a logarithm of 0 in the loss, or bad input; non_finite='skip' leaves such steps out."
         )
 
 

@@ -124,6 +124,7 @@ class Manifest:
             local=raw["local"],
         )
         require(manifest.checksum == raw["checksum"], "the manifest's checksum does not match its content")
+        require(manifest.to_json() == text, "the manifest says the same in another way than it was written")
         return manifest
 
 
