@@ -49,7 +49,13 @@ def test_a_run_leaves_a_summary_checkpoints_and_logs(train: Command, tmp_path: P
     assert summary["val_accuracy"] > 0.3
     assert summary["wire_bytes_per_step"] is summary["compression_ratio"] is summary["wait_seconds"] is None
     assert summary["versions"]["lightning"] == "2.6.6"
-    assert {path.name for path in folder.iterdir()} == {"summary.json", "config.yaml", "checkpoints", "csv"}
+    assert {path.name for path in folder.iterdir()} == {
+        "summary.json",
+        "config.yaml",
+        "checkpoints",
+        "csv",
+        "telemetry",
+    }
     assert (folder / "checkpoints" / "last.ckpt").exists()
     assert "val_loss" in (folder / "csv" / "version_0" / "metrics.csv").read_text()
     assert "world_size" in done.stdout
