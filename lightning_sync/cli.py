@@ -9,8 +9,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-# What each command does, and the module whose `main(arguments)` does it; "" is done here. Modules are imported when they
-# are needed, and a command whose module this installation lacks is not offered.
+# What each command does, and the module whose `main(arguments)` does it; "" is done here. Modules are imported when
+# they are needed, and a command whose module this installation lacks is not offered.
 _COMMANDS = {
     "train": ("train a model: python -m lightning_sync.train", ""),
     "report": ("make a page with figures about runs", "lightning_sync.monitor.report"),
@@ -44,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (what, _) in offered.items():
-        # Whatever follows, --help included, belongs to the command.
         commands.add_parser(name, add_help=False, help=what)
-    known, rest = parser.parse_known_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    known, rest = parser.parse_args(given[:1]), given[1:]  # whatever follows, --help included, is the command's
     if known.command == "train":
         sys.argv[1:] = rest
         # Further ranks are started by the name of __main__, which must therefore be the module and not this script.
