@@ -141,7 +141,7 @@ def _bytes_per_step(title: str, runs: Sequence[Run]) -> Picture | None:
     for place, (_, sent, dense) in enumerate(rows):
         assert sent is not None
         axes.barh(place, sent / _MB, 0.5, color=_colour(0), label="sent" if place == 0 else None)
-        axes.text(sent / _MB, place, f" {_digits(sent / _MB)}", va="center", fontsize=8)
+        axes.text(max(sent, dense or 0) / _MB, place, f"  {_digits(sent / _MB)}", va="center", fontsize=8)
         if dense:
             axes.plot([dense / _MB] * 2, [place - 0.35, place + 0.35], color="#444444", lw=1.6)
     axes.plot([], [], color="#444444", lw=1.6, label="the same, uncompressed")

@@ -174,8 +174,9 @@ p { margin: 0 0 14px; overflow-wrap: anywhere; }
 .table { overflow-x: auto; margin-bottom: 18px; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .87rem; min-width: 50%; }
 th, td { padding: 4px 10px 4px 0; text-align: right; border-bottom: 1px solid #ddd; vertical-align: top; }
-th { font-weight: 600; overflow-wrap: anywhere; } tbody th { font-weight: 400; color: #555; overflow-wrap: normal; }
-th:first-child { text-align: left; min-width: 110px; } thead th { border-bottom: 2px solid #888; min-width: 62px; }
+th { font-weight: 600; } tbody th { font-weight: 400; color: #555; }
+th:first-child { text-align: left; min-width: 92px; } thead th { border-bottom: 2px solid #888; }
+@media (max-width: 600px) { body { padding: 12px; } table { font-size: .74rem; } th, td { padding-right: 7px; } }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 20px; }
 figure { margin: 0; break-inside: avoid; } img { display: block; width: 100%; height: auto; }
 figcaption, .note { font-size: .82rem; color: #555; margin-top: 4px; }
