@@ -236,6 +236,6 @@ def _after(seconds: float, action: Callable[[], None]) -> None:
 
 def profile_all_threads() -> Any:
     """What makes torch's profiler see threads that it was not started on. There is no public way."""
-    from torch._C._profiler import _ExperimentalConfig
+    from torch._C._profiler import _ExperimentalConfig  # late: private, and nobody else needs it
 
     return _ExperimentalConfig(profile_all_threads=True)
