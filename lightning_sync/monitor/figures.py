@@ -231,7 +231,8 @@ def _blank(x: str, y: str, grid: str = "both") -> tuple[Figure, Axes]:
 
 def _legend(figure: Figure, axes: Axes, entries: int) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    columns = max(1, min(entries, len(labels), 2 if max(map(len, labels)) > 14 else 3))
+    longest = max(map(len, labels))
+    columns = max(1, min(entries, len(labels), 4 if longest < 9 else 3 if longest < 15 else 2))
     shown = [_short(label, 34) for label in labels]
     figure.legend(handles, shown, loc="outside upper left", ncols=columns, frameon=False, fontsize=8.5, borderpad=0)
 

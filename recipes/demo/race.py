@@ -120,8 +120,9 @@ class Race:
                 "LIGHTNING_SYNC_DEMO_PIDS": str(self.pids),
             }
             with lane.log.open("ab") as log:
+                command = [sys.executable, str(_HERE / "rank.py"), *words]
                 lane.process = subprocess.Popen(
-                    [sys.executable, str(_HERE / "rank.py"), *words], stdout=log, stderr=log, env=environment
+                    command, stdout=log, stderr=log, env=environment, start_new_session=True
                 )
             lane.state = "starts"
         while (code := lane.process.poll()) is None:
@@ -155,11 +156,11 @@ class Race:
         os.kill(int((self.pids / str(rank)).read_text()), signal.SIGKILL)
 
     def stop(self) -> None:
-        """End what still runs."""
+        """End what still runs, with all processes that it started."""
         for lane in self.lanes:
             if lane.process is not None and lane.process.poll() is None:
-                lane.process.terminate()
-                lane.process.wait(timeout=30)
+                os.killpg(lane.process.pid, signal.SIGKILL)
+                lane.process.wait()
 
 
 def same_bits(one: Path, other: Path) -> bool:
@@ -231,6 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
     if output.exists():
         parser.error(f"--output={output} exists already; give a new directory.")
     output.mkdir(parents=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` below ends the ranks
     console = Console()
     began = time.perf_counter()
     with Live(console=console, auto_refresh=False) as live:
