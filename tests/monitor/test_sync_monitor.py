@@ -16,6 +16,7 @@ import lightning_sync as ls
 from lightning_sync.monitor.callback import per_step
 from lightning_sync.monitor.records import Recorder
 from lightning_sync.monitor.trace import TraceProfiler
+from tests.comm.census import census
 from tests.models import Toy, everything, fit
 from tests.workers import launch_ranks, run_ranks
 
@@ -40,9 +41,10 @@ def monitored(rank: int, world: int, folder: str, name: str, options: dict[str, 
     torch.manual_seed(3)
     module, logger = Toy(), Kept(folder)
     callbacks = [ls.SyncMonitor(Path(folder) / "telemetry", every_n_steps=4)] if with_it else []
-    fit(module, ls.strategy(name, **options), world, callbacks=callbacks, logger=logger, enable_progress_bar=False)
+    with census() as calls:
+        fit(module, ls.strategy(name, **options), world, callbacks=callbacks, logger=logger)
     logged = [m for m in logger.given if any(k.startswith("sync/") for k in m)]
-    return logged, everything(module), {k for m in logger.given for k in m}
+    return logged, everything(module), sorted((call.name, call.numel) for call in calls)
 
 
 @pytest.mark.parametrize(
@@ -95,14 +97,16 @@ def test_bytes_are_those_that_were_counted_and_only_rank_0_logs(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["strict", "diloco"])
-def test_watching_changes_not_one_bit_of_training(name: str, tmp_path: Path) -> None:
+def test_watching_changes_not_one_bit_of_training_and_sends_nothing(name: str, tmp_path: Path) -> None:
     options = {"compressor": "int8"} | ({"sync_every": 2, "warmup_steps": 2} if name == "diloco" else {})
     with_it, without = (
         run_ranks(monitored, 2, str(tmp_path), name, options, watched, init="env") for watched in (True, False)
     )
-    for (_, mine, _), (_, plain, names) in zip(with_it, without, strict=True):
+    for (_, mine, calls), (nothing, plain, plain_calls) in zip(with_it, without, strict=True):
         assert all(torch.equal(mine[k], plain[k]) for k in plain)
-        assert not [n for n in names if n.startswith("sync/")]
+        assert calls == plain_calls
+        assert calls
+        assert not nothing
 
 
 def stock(rank: int, world: int, folder: str) -> set[str]:
