@@ -38,6 +38,7 @@ from lightning_sync.compressors import (
     Where,
 )
 from lightning_sync.drift import DriftError
+from lightning_sync.monitor.callback import SyncMonitor
 from lightning_sync.monitor.probe import Probe
 from lightning_sync.nonfinite import NonFiniteError
 from lightning_sync.periodic.outer import Nesterov, SlowMo
@@ -98,6 +99,7 @@ __all__ = [
     "SlowMo",
     "StrictStrategy",
     "Sum",
+    "SyncMonitor",
     "TrimmedMean",
     "UnwrappedStrategy",
     "WeightedMean",

@@ -38,6 +38,7 @@ __all__ = [
     "listen_to_compiler",
     "loaded_checkpoint",
     "pin_buckets",
+    "profile_all_threads",
     "replace_signal_handling",
     "requested_precision",
     "set_default_group_timeout",
@@ -231,3 +232,10 @@ class PatientLauncher(_SubprocessScriptLauncher):
 def _after(seconds: float, action: Callable[[], None]) -> None:
     time.sleep(seconds)
     action()
+
+
+def profile_all_threads() -> Any:
+    """What makes torch's profiler see threads that it was not started on. There is no public way."""
+    from torch._C._profiler import _ExperimentalConfig  # late: private, and nobody else needs it
+
+    return _ExperimentalConfig(profile_all_threads=True)

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sync import _compat
+from lightning_sync.comm import spans
 
 
 @pytest.fixture
@@ -252,7 +253,26 @@ def test_loaded_checkpoint(trainer: Trainer) -> None:
     assert _compat.loaded_checkpoint(trainer) == {}
 
 
+def test_a_profiler_of_all_threads_hears_of_spans_on_others() -> None:
+    heard = []
+
+    def work() -> None:
+        heard.append(spans.profiling())
+        with spans.span("here"):
+            torch.ones(3).sum()
+
+    options = {"activities": [torch.profiler.ProfilerActivity.CPU]}
+    with torch.profiler.profile(**options, experimental_config=_compat.profile_all_threads()) as profiler:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert "lightning_sync::here" in {event.name for event in profiler.events()}
+    assert heard == [True]
+    assert not spans.profiling()
+
+
 TESTED = {
+    "_ExperimentalConfig",
     "_checkpoint_connector",
     "_forward_cache",
     "_results",
