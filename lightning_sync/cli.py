@@ -25,7 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands.add_parser("train", add_help=False, help="train a model: python -m lightning_sync.train")
     inspect = commands.add_parser("inspect", help="check and print the state of the ranks beside a checkpoint")
     inspect.add_argument("path", metavar="PATH", help="the checkpoint, or the folder CHECKPOINT.sync")
-    doctor = commands.add_parser("doctor", help="check a SLURM job; run it as you run training: srun lightning-sync doctor")
+    doctor = commands.add_parser(
+        "doctor", help="check a SLURM job; run it as you run training: srun lightning-sync doctor"
+    )
     doctor.add_argument("--run-dir", default="runs/doctor", help="the run directory that training would have")
     doctor.add_argument("--devices", type=int, help="the Trainer's devices; by default the tasks per node")
     doctor.add_argument("--num-nodes", type=int, help="the Trainer's nodes; by default the job's")

@@ -34,8 +34,8 @@ from lightning_sync.cluster import early
 from lightning_sync.cluster.slurm import current_job
 from lightning_sync.entry.callbacks import KeepRunDir, ValidateAtEnd
 from lightning_sync.entry.config import check_arguments, settle
-from lightning_sync.entry.jobs import check_job, checkpoint_to_resume
 from lightning_sync.entry.errors import UsageError, concerns_all, missing_package, sentence
+from lightning_sync.entry.jobs import check_job, checkpoint_to_resume
 from lightning_sync.entry.ranks import Ranks, find_ranks, limit_threads
 from lightning_sync.entry.run_dir import agree_on_run_dir
 from lightning_sync.monitor.summary import RunSummary, print_summary

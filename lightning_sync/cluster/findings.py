@@ -133,6 +133,10 @@ def _device_findings(facts: Facts, job: Job, where: str) -> list[Finding]:
             else f"Ask for as many GPUs as tasks: --gres=gpu:{per_node} with --ntasks-per-node={per_node}."
         )
         findings.append(Finding("GPUs", where, f"{per_node} visible GPUs", found, fix))
+    if facts.accelerator == "cpu" and facts.visible_gpus:
+        fix = "Check the driver and that torch is built for CUDA; if CPUs are meant, submit with --gres=none."
+        found = f"{facts.visible_gpus} GPUs from SLURM, of which torch uses none"
+        findings.append(Finding("GPUs", where, "training on the job's GPUs", found, fix, False))
     if not facts.has_backend:
         fix = (
             "Install a torch that is built for CUDA, or use trainer.accelerator=cpu."

@@ -1,7 +1,7 @@
 """All ranks meet at rank 0 before any process group exists, and hear the same verdict.
 
-Rank 0 listens on a free port and says where in a file beside the run directory, with a secret that whoever connects must
-prove to know. That all ranks see the file shows that the folder is shared. Lines of JSON travel, nothing else.
+Rank 0 listens on a free port and says where in a file beside the run directory, with a secret that whoever connects
+must prove to know. That all ranks see the file shows that the folder is shared. Lines of JSON travel, nothing else.
 """
 
 from __future__ import annotations
@@ -96,8 +96,12 @@ def host_meeting(
                 line = _Line(connection, min(10.0, deadline))
                 greeting = line.receive()
                 rank = greeting.get("rank") if isinstance(greeting, dict) else None
-                known = isinstance(rank, int) and 0 < rank < world_size and rank not in lines
-                if not known or not hmac.compare_digest(str(greeting.get("proof")), _proof(secret, rank)):
+                if (
+                    not isinstance(rank, int)
+                    or not 0 < rank < world_size
+                    or rank in lines
+                    or not hmac.compare_digest(str(greeting.get("proof")), _proof(secret, rank))
+                ):
                     line.close()  # not one of ours
                     continue
                 lines[rank] = line

@@ -34,7 +34,8 @@ def check_arguments(cfg: DictConfig) -> None:
             raise UsageError(f"{name}={cfg[name]}: accepted: a path or null.")
     if cfg.ckpt_path not in (None, "last", NEWEST) and not Path(cfg.ckpt_path).exists():
         raise UsageError(
-            f"ckpt_path={cfg.ckpt_path}: there is no such file; accepted: a checkpoint, newest, last, or null.", on_all=False
+            f"ckpt_path={cfg.ckpt_path}: there is no such file; accepted: a checkpoint, newest, last, or null.",
+            on_all=False,
         )
 
 

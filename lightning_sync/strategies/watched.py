@@ -79,9 +79,7 @@ class Watched(Meetings):
             store_timeout=max(10.0, self.step_timeout),
             stacks=Path(self.stacks_dir or Path(log_dir or trainer.default_root_dir) / "stacks"),
         )
-        _compat.replace_signal_handling(
-            trainer, self._request_stop, self._begin_batch if self.world_size > 1 else None
-        )
+        _compat.replace_signal_handling(trainer, self._request_stop, self._begin_batch if self.world_size > 1 else None)
         return self._watcher
 
     def after_setup(self) -> None:

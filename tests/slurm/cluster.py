@@ -26,6 +26,7 @@ from recipes.bench.hosts import Hosts, HostsError, InterfaceCounters, end_sessio
 
 PACKAGES = ("slurm-wlm", "munge", "iproute2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip")
+SRUN_FOLDER = Path("/usr/lib/lightning-sync-tests")
 # States after which a job does nothing more by itself.
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 _SETTLES_WITHIN = 30.0
@@ -38,6 +39,9 @@ class ClusterError(RuntimeError):
 def install() -> None:
     """Install the daemons by apt, if they are missing; their services are not started.
 
+    srun goes to a folder of its own that is not on PATH: Lightning warns wherever it finds srun and is not started by
+    it, and in tests warnings are errors.
+
     Raises:
         ClusterError: There is no apt here, or it failed.
     """
@@ -48,7 +52,10 @@ def install() -> None:
         raise ClusterError(f"{', '.join(missing)} not found; install SLURM (slurmctld, slurmd), munge and iproute2.")
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     quiet: dict[str, Any] = {"check": True, "env": env, "stdout": subprocess.DEVNULL}
+    SRUN_FOLDER.mkdir(exist_ok=True)
+    divert = ["dpkg-divert", "--local", "--rename", "--divert", str(SRUN_FOLDER / "srun"), "--add", "/usr/bin/srun"]
     try:
+        subprocess.run(divert, **quiet)
         subprocess.run(["apt-get", "update", "-qq"], **quiet)
         subprocess.run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES], **quiet)
     except subprocess.CalledProcessError as error:
@@ -162,7 +169,8 @@ class Cluster:
         """What commands on the login node find, without anything of the process that the tests run in."""
         mine = ("SLURM_", "SBATCH_", "SRUN_", "TORCHELASTIC_", "LIGHTNING_SYNC_", "MASTER_")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(mine)}
-        return {**kept, "SLURM_CONF": str(self._base / "slurm.conf")}
+        path = os.pathsep.join([str(SRUN_FOLDER), os.environ.get("PATH", os.defpath)])
+        return {**kept, "PATH": path, "SLURM_CONF": str(self._base / "slurm.conf")}
 
     def sbatch(self, arguments: Sequence[str], *, cwd: Path, env: dict[str, str] | None = None) -> str:
         """Submit a job and return its id."""
@@ -378,3 +386,11 @@ def slurm_conf(base: Path, addresses: dict[str, str], *, cpus: int, gpus: int, u
         f"PartitionName=urgent {everywhere} Default=NO PriorityTier=100 PreemptMode=OFF",
     ]
     return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    import sys
+
+    if sys.argv[1:] != ["install"]:
+        sys.exit("usage: python -m tests.slurm.cluster install")
+    install()
