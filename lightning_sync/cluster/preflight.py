@@ -70,7 +70,7 @@ def preflight(
     Tasks and nodes against the Trainer's, srun, GPUs per task, address and port of rank 0, interfaces, versions,
     clocks, NCCL's variables, the backend, and whether the run directory is writable and shared. Where
     GLOO_SOCKET_IFNAME is not set in a job of several nodes, it is set to the interface that leads to rank 0. Errors and
-    warnings are printed to stderr. Your own script calls it first thing: ``lightning_sync.cluster.preflight("runs/mine")``.
+    warnings are printed to stderr. Your own script calls it before it makes a Trainer.
 
     Args:
         run_dir: The run directory. Beside it rank 0 leaves a file for a moment, by which the others find it.

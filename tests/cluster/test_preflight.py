@@ -137,9 +137,7 @@ def test_what_differs_between_ranks_is_said(
     assert remedy in finding.fix
 
 
-@pytest.mark.parametrize(
-    ("pattern", "fits"), [("eth", True), ("=eth", False), ("^docker", True), ("^eth,ib", False)]
-)
+@pytest.mark.parametrize(("pattern", "fits"), [("eth", True), ("=eth", False), ("^docker", True), ("^eth,ib", False)])
 def test_nccls_patterns_are_read_as_nccl_reads_them(pattern: str, fits: bool) -> None:
     found = rank_findings(dataclasses.replace(GOOD, nccl={"NCCL_SOCKET_IFNAME": pattern}), job())
     assert (found == []) is fits

@@ -19,6 +19,8 @@ class Tiny(pl.LightningModule):
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        if width < 1:
+            raise ValueError(f"width={width} must be at least 1")
         self.layers = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, width), nn.GELU())
         self.head = nn.Linear(width, 1)
 
@@ -70,7 +72,7 @@ class Trace(pl.Callback):
     """Says where each start of a job begins and how far it is, and reads the node's interface at two steps.
 
     `folder/starts` gets a line per start (restart count, first step), `folder/step` is rank 0's last finished step, and
-    `folder/bytes-NODE-STEP.json` what eth0 has sent and received by then.
+    `folder/bytes-STEP-NODE-LOCAL.json` what the node's eth0 has sent by then, and what this rank promises to have sent.
     """
 
     def __init__(self, folder: str, bytes_at: list[int] | None = None, sleep: float = 0.0) -> None:
@@ -90,12 +92,16 @@ class Trace(pl.Callback):
         if trainer.is_global_zero:
             (self.folder / "step.part").write_text(str(step))
             (self.folder / "step.part").replace(self.folder / "step")
-        if step in self.bytes_at and trainer.local_rank == 0:
+        if step in self.bytes_at:
             # Whoever looks first must not miss what others still send for this step.
             time.sleep(1.0)
-            counters = Path("/sys/class/net/eth0/statistics")
-            seen = {name: int((counters / name).read_text()) for name in ("tx_bytes", "rx_bytes")}
-            (self.folder / f"bytes-{trainer.node_rank}-{step}.json").write_text(json.dumps(seen))
+            seen = {
+                "sent": int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text()),
+                "promised": trainer.strategy.counters.network_bytes,  # type: ignore[attr-defined]
+                "parameters": sum(p.numel() for p in trainer.strategy.model.parameters()),  # type: ignore[union-attr]
+            }
+            place = f"bytes-{step}-{trainer.node_rank}-{trainer.local_rank}.json"
+            (self.folder / place).write_text(json.dumps(seen))
         if self.sleep:
             time.sleep(self.sleep)
 
