@@ -2,10 +2,10 @@
 
 import dataclasses
 import io
-import os
+import json
 import socket
-import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ import pytest
 from lightning_sync.cluster import preflight
 from lightning_sync.cluster.facts import Facts, gather_facts, visible_gpus
 from lightning_sync.cluster.findings import Finding, common_findings, rank_findings, shape_findings
+from lightning_sync.cluster.meeting import Gathered, attend_meeting, host_meeting
 from lightning_sync.cluster.network import interface_addresses, interface_towards, is_port_free
 from lightning_sync.cluster.preflight import PreflightError
 from lightning_sync.cluster.slurm import Job, current_job, first_host
+from tests.workers import run_ranks
 
 ENV = {
     "SLURM_JOB_ID": "41",
@@ -178,53 +180,24 @@ def test_nothing_can_be_written_under_a_file(tmp_path: Path) -> None:
     assert "Not a directory" in said.getvalue()
 
 
-RANK = """
-import json, os, sys
-from lightning_sync.cluster import preflight
-from lightning_sync.cluster.preflight import PreflightError
-try:
-    report = preflight(sys.argv[1], accelerator="cpu", deadline=float(sys.argv[2]), measure_mb=1)
-    print(json.dumps([list(report.rows), os.environ.get("GLOO_SOCKET_IFNAME")]))
-except PreflightError as error:
-    print(error)
-    sys.exit(3)
-"""
-
-
-def start(rank: int, folder: Path, deadline: float = 60, **env: str) -> "subprocess.Popen[str]":
-    mine = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")},
+def meet(rank: int, world_size: int, folders: list[Path], port: int, deadline: float) -> tuple[Any, str]:
+    """One rank of a job on one node; the report's rows or the error, and what was printed."""
+    said = io.StringIO()
+    env = {
         **ENV,
         "SLURM_NNODES": "1",
-        "SLURM_NTASKS": "2",
-        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_TASKS": str(world_size),
+        "SLURM_NTASKS_PER_NODE": str(world_size),
         "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_JOB_NODELIST": "localhost",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(env.pop("port", "0")),
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "OMP_NUM_THREADS": "1",
-        **env,
+        "MASTER_PORT": str(port),
     }
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", RANK, str(folder / "runs" / "a"), str(deadline)],
-        env=mine,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def end(processes: "list[subprocess.Popen[str]]") -> list[tuple[int, str, str]]:
-    outcomes = []
-    for process in processes:
-        try:
-            out, err = process.communicate(timeout=120)
-        finally:
-            process.kill()
-        outcomes.append((process.returncode, out, err))
-    return outcomes
+    run_dir = folders[rank] / "runs" / "a"
+    try:
+        report = preflight(run_dir, accelerator="cpu", deadline=deadline, measure_mb=1, environ=env, out=said)
+    except PreflightError as error:
+        return str(error), said.getvalue()
+    return report.rows, said.getvalue()
 
 
 def free_port() -> int:
@@ -234,34 +207,59 @@ def free_port() -> int:
 
 @pytest.mark.dist
 def test_all_ranks_hear_the_same_and_leave_nothing(tmp_path: Path) -> None:
-    port = str(free_port())
-    (code, out, err), (code1, out1, err1) = end([start(rank, tmp_path, port=port) for rank in (0, 1)])
-    assert (code, code1) == (0, 0), err + err1
-    assert out == out1
-    assert "rank 1 on" in out
-    assert "MB/s to rank 0" not in out, "ranks of one node do not measure the network"
+    outcomes = run_ranks(meet, 3, [tmp_path] * 3, free_port(), 60.0, init="none", deadline=120)
+    rows, _ = outcomes[0]
+    assert [said for _, said in outcomes] == ["", "", ""]
+    assert all(other == rows for other, _ in outcomes)
+    assert [row.split(" on ")[0] for row in rows] == ["rank 0", "rank 1", "rank 2"]
     assert list((tmp_path / "runs").iterdir()) == []
 
 
 @pytest.mark.dist
 def test_a_port_that_is_taken_ends_all_ranks_and_is_printed_once(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        outcomes = end([start(rank, tmp_path, port=port) for rank in (0, 1)])
-    assert [code for code, _, _ in outcomes] == [3, 3]
-    assert [err.count("another process listens there") for _, _, err in outcomes] == [1, 0]
+        port = taken.getsockname()[1]
+        outcomes = run_ranks(meet, 2, [tmp_path] * 2, port, 60.0, init="none", deadline=120)
+    assert all("preflight failed (port)" in error for error, _ in outcomes)
+    assert [said.count("another process listens there") for _, said in outcomes] == [1, 0]
 
 
 @pytest.mark.dist
 def test_run_directories_that_are_not_shared_are_found_out_by_both_sides(tmp_path: Path) -> None:
-    (tmp_path / "here").mkdir()
-    (tmp_path / "there").mkdir()
-    port = str(free_port())
-    processes = [start(0, tmp_path / "here", 8, port=port), start(1, tmp_path / "there", 8, port=port)]
-    (code, _, err), (code1, _, err1) = end(processes)
-    assert (code, code1) == (3, 3)
-    assert "no sign of rank 1" in err
-    assert "not on a file system that all nodes share" in err1
+    folders = [tmp_path / "here", tmp_path / "there"]
+    (_, said), (_, said1) = run_ranks(meet, 2, folders, free_port(), 5.0, init="none", deadline=120)
+    assert "no sign of rank 1" in said
+    assert "not on a file system that all nodes share" in said1
+
+
+@pytest.mark.dist
+def test_the_network_is_measured_and_strangers_are_turned_away(tmp_path: Path) -> None:
+    (verdict, counted), (heard, _) = run_ranks(host_or_attend, 2, tmp_path / "place", init="none", deadline=120)
+    assert verdict == heard == [0, 1]
+    assert counted > 0
+
+
+def host_or_attend(rank: int, world_size: int, place: Path) -> tuple[Any, float]:
+    if rank:
+        while not place.exists():
+            time.sleep(0.01)
+        invitation = json.loads(place.read_text())
+        assert place.stat().st_mode & 0o077 == 0, "the secret is the user's own"
+        with socket.create_connection(("127.0.0.1", invitation["port"])) as stranger:
+            stranger.sendall(b'{"rank": 1, "proof": "guessed", "words": "mine"}\n')
+            assert stranger.recv(1) == b"", "it hangs up"
+        return attend_meeting(place, rank, "words", deadline=60), 0.0
+    rates: dict[int, float] = {}
+
+    def judge(gathered: Gathered) -> list[int]:
+        assert gathered.words[1] == "words"
+        assert abs(gathered.skews[1]) < 5
+        rates.update(gathered.rates)
+        return sorted(gathered.words)
+
+    return host_meeting(
+        place, "own", world_size, judge, addresses=["127.0.0.1"], deadline=60, measure=[1], measure_mb=2
+    ), rates[1]
 
 
 def test_an_element_of_an_array_is_known_by_both_numbers() -> None:
