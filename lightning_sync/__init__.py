@@ -14,6 +14,7 @@ from lightning_sync.aggregators import (
     TrimmedMean,
     WeightedMean,
 )
+from lightning_sync.cluster import newest_checkpoint
 from lightning_sync.compressors import (
     BF16,
     FP8,
@@ -105,5 +106,6 @@ __all__ = [
     "WeightedMean",
     "Where",
     "WirePrecision",
+    "newest_checkpoint",
     "strategy",
 ]

@@ -14,11 +14,18 @@ from collections.abc import Sequence
 _COMMANDS = {
     "train": ("train a model: python -m lightning_sync.train", ""),
     "report": ("make a page with figures about runs", "lightning_sync.monitor.report"),
-    "doctor": ("check this cluster, or this job", "lightning_sync.cluster.doctor"),
+    "doctor": ("check a SLURM job before it trains; with --probe: which mode pays here", "lightning_sync.cluster.doctor"),
+    "simulate": (
+        "what a bound on staleness or a quorum would do to a cluster, in virtual time",
+        "lightning_sync.asynchronous.simulate",
+    ),
     "inspect": ("check and print the state of the ranks beside a checkpoint", ""),
 }
 _EXAMPLES = """examples:
   lightning-sync train strategy=diloco compressor=int8 trainer.max_steps=2000 run_dir=runs/diloco
+  srun lightning-sync doctor
+  lightning-sync doctor --probe model=byte_lm data=python_source trainer.devices=2
+  lightning-sync simulate --replicas 16 --stall-share 0.05
   lightning-sync report runs/ddp runs/diloco -o report
   lightning-sync inspect runs/diloco/checkpoints/last.ckpt
 

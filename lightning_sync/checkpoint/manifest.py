@@ -12,6 +12,8 @@ from typing import Any
 from lightning_sync.checkpoint.plain import StateFileError, is_count, require
 
 FORMAT = 2
+#: The key under which the ordinary checkpoint names the folder beside it.
+TAG = "lightning_sync"
 LOCAL = ("all", "consensus")
 _SAVE = re.compile(r"[0-9a-f]{16}-[0-9]{6,}")
 _HASH = re.compile(r"[0-9a-f]{64}")
