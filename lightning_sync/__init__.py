@@ -45,6 +45,7 @@ from lightning_sync.periodic.period import Growing, Period, QuadraticRule, Secon
 from lightning_sync.precision import WirePrecision
 from lightning_sync.sampler import SharedSampler
 from lightning_sync.strategies import (
+    AsyncStrategy,
     DelayedStrategy,
     HybridStrategy,
     StrictStrategy,
@@ -65,6 +66,7 @@ __all__ = [
     "AcpSGD",
     "Adasum",
     "Aggregator",
+    "AsyncStrategy",
     "BlockInt4",
     "BlockInt8",
     "ChunkTopK",

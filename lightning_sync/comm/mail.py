@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from lightning_sync.state import ParamSpec
@@ -186,7 +187,7 @@ class Box:
 
     def _admit(self) -> None:
         frames = self._guard.recv_multipart()
-        known = len(frames) == 7 and frames[5] == b"CURVE" and frames[6] == zmq.utils.z85.decode(self._public)
+        known = len(frames) == 7 and frames[5] == b"CURVE" and frames[6] == z85.decode(self._public)
         status = [b"200", b"OK"] if known else [b"400", b"unknown key"]
         self._guard.send_multipart([b"1.0", frames[1] if len(frames) > 1 else b"", *status, b"", b""])
 
