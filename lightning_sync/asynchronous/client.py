@@ -173,15 +173,13 @@ class Client:
         body: object = b""
         if errand.values is not None:
             self._check_finite(errand, a, b)
-            body = memoryview(self._encode(errand.values[a:b], a, b).numpy())
+            body = self._encode(errand.values[a:b], a, b).numpy().data
             count_letter(self._counters, self._topology, owner, len(body), 4 * (b - a))
         kind = EXCHANGE if errand.meeting is None else MEET
         need = need if errand.meeting is None else errand.meeting
         sequence = errand.sequence if errand.values is not None else -1
         numbers = (sequence, errand.clock, self.versions[owner], max(0, need))
-        return Letter(
-            kind, self._topology.rank, self._request, numbers, (errand.samples, float(errand.steps)), body
-        )
+        return Letter(kind, self._topology.rank, self._request, numbers, (errand.samples, float(errand.steps)), body)
 
     def _check_finite(self, errand: Errand, a: int, b: int) -> None:
         assert errand.values is not None

@@ -67,7 +67,7 @@ class RowCodec(Codec):
 
     def __init__(self, rows: BlockCodec) -> None:
         self._rows = rows
-        self._block = int(rows.block)  # type: ignore[attr-defined]
+        self._block = rows.block
         self.alignment = self._block
 
     @override
@@ -101,7 +101,7 @@ def codec_for(compressor: Compressor | Route) -> Codec:
     Raises:
         ValueError: for one that only exists between all ranks (PowerSGD's factors are sums) or needs more state.
     """
-    bare: Any = compressor.compressor if isinstance(compressor, ErrorFeedback) else compressor
+    bare: Any = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
     if isinstance(bare, Exact):
         return CastCodec()
     if isinstance(bare, (BF16, FP16)):

@@ -46,6 +46,11 @@ class Terms:
     weight: float
     rule: Rule
 
+    @property
+    def ordered(self) -> bool:
+        """Whether replicas go in step, so that owners can apply contributions in the order of ranks."""
+        return self.bound == 0 and self.blocking
+
 
 class Engine:
     """One rank's part in asynchronous training; every method belongs to the training thread.
@@ -111,7 +116,14 @@ class Engine:
         shard = Shard(values, terms.rule, replicas=topology.size, push=terms.push, optimizer=factory)
         self._box = Box(self._run, address)
         self.owner = Owner(
-            self._box, shard, codec, weight=terms.weight, topology=topology, counters=counters, on_error=on_error
+            self._box,
+            shard,
+            codec,
+            weight=terms.weight,
+            ordered=terms.ordered,
+            topology=topology,
+            counters=counters,
+            on_error=on_error,
         )
         self.endpoint = self._box.endpoint
 
@@ -201,9 +213,7 @@ class Engine:
         bound = self.terms.bound if bounded else None
         need = 0 if bound is None else max(0, self.replica.clock + 1 - bound)
         samples, self._samples = self._samples, 0.0
-        self.replica.begin(
-            need=need, samples=samples, step=self.steps, gradient=gradient, delay=self.pause()
-        )
+        self.replica.begin(need=need, samples=samples, step=self.steps, gradient=gradient, delay=self.pause())
 
     def _wait(self) -> None:
         errand = self.replica.errand

@@ -65,7 +65,9 @@ class FlatLayout:
 
     def name_at(self, place: int) -> str:
         """The parameter that this element of the vector belongs to."""
-        return next(p.name for p, start in zip(reversed(self.params), reversed(self.starts), strict=True) if start <= place)
+        return next(
+            p.name for p, start in zip(reversed(self.params), reversed(self.starts), strict=True) if start <= place
+        )
 
     def parts(self, vector: Tensor) -> list[Tensor]:
         """The owners' slices of the vector."""

@@ -50,6 +50,8 @@ class Owner:
         codec: What contributions and values are on the wire. Unless exact, values are sent as differences to what the
             reader has, so that what one answer leaves out is in the next: 4 bytes per element and reader.
         weight: What contributions are multiplied by.
+        ordered: Whether to apply contributions only when every rank that is not at a meeting has sent one, in the order
+            of ranks: bit for bit the same in every run, where ranks wait for each other anyway.
         topology: All ranks.
         counters: Where answers are counted.
         on_error: Called with what ends the thread.
@@ -65,6 +67,7 @@ class Owner:
         codec: Codec,
         *,
         weight: float,
+        ordered: bool = False,
         topology: Topology,
         counters: Counters,
         on_error: Callable[[BaseException, str], None],
@@ -74,6 +77,7 @@ class Owner:
         self._box = box
         self._codec = codec
         self._weight = weight
+        self._ordered = ordered
         self._topology = topology
         self._counters = counters
         self._on_error = on_error
@@ -81,6 +85,7 @@ class Owner:
         self._given: dict[int, Tensor] = {} if codec.exact else {r: shard.values.clone() for r in ranks}
         self._received = torch.empty_like(shard.values)
         self._waiting: dict[int, _Waiting] = {}
+        self._held: dict[int, tuple[bytes, Letter]] = {}
         self._answered: dict[int, tuple[int, Letter]] = {}
         self._met = dict.fromkeys(ranks, 0)
         self._closing = False
@@ -142,19 +147,33 @@ class Owner:
         """Apply what the letter brings, once, and note that its sender waits."""
         request, answer = self._answered.get(letter.sender, (-1, letter))
         waiting = self._waiting.get(letter.sender)
+        held = self._held.get(letter.sender)
+        if held is not None and held[1].request == letter.request:
+            self._held[letter.sender] = back, letter
+            return
         if letter.request == request:
             self._box.answer(back, answer)
             return
         if waiting is not None and waiting.letter.request == letter.request:
             waiting.back = back
             return
-        if waiting is not None or letter.request < request:
+        if waiting is not None or held is not None or letter.request < request:
             self._box.rejected["replayed"] += 1
             return
         reason = self._fault(letter)
         if reason is not None:
             self._box.rejected[reason] += 1
             return
+        if not self._ordered or letter.numbers[0] < 0:
+            self._accept(back, letter)
+        else:
+            self._held[letter.sender] = back, letter
+        meeting = {r for r, w in self._waiting.items() if w.letter.kind == MEET}
+        if self._held and self._held.keys() | meeting == self._met.keys():
+            for sender in sorted(self._held):
+                self._accept(*self._held.pop(sender))
+
+    def _accept(self, back: bytes, letter: Letter) -> None:
         try:
             staleness = self._apply(letter)
         except (ValueError, SequenceGapError) as error:  # nothing was changed

@@ -127,7 +127,8 @@ class Replica:
     def take_over(self) -> None:
         """Go on from what an errand has brought, once it is done."""
         errand, self.errand = self.errand, None
-        assert errand is not None and errand.done.is_set()
+        assert errand is not None
+        assert errand.done.is_set()
         self._client.check()
         self.clock += errand.meeting is None
         senders = range(len(errand.contains))

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_sync import _compat

@@ -59,6 +59,8 @@ def _named(name: str, **options: Any) -> Callable[[Any], SyncStrategy]:
 
 _OFTEN: dict[str, Any] = {"sync_every": 3, "replica": "rank", "warmup_steps": 1}
 _OVERLAP: dict[str, Any] = {"sync_every": 4, "fragments": 2, "overlap_steps": 1}
+# Only ranks that go in step make the same run twice.
+_IN_STEP: dict[str, Any] = {"sync_every": 3, "max_staleness": 0, "blocking": True}
 #: A mode joins by its line here; a name that is registered and has no line fails a test.
 MODES: dict[str, Mode] = {
     "strict": Mode(lambda c: ls.StrictStrategy(c, bucket_cap_mb=0.005)),
@@ -76,6 +78,9 @@ MODES: dict[str, Mode] = {
     "streaming_diloco": Mode(_named("streaming_diloco", **_OFTEN | _OVERLAP), kept={"anchor"}),
     "slowmo": Mode(_named("slowmo", **_OFTEN), kept={"anchor"}),
     "easgd": Mode(_named("easgd", **_OFTEN), kept={"anchor"}),
+    "async": Mode(_named("async", **_IN_STEP), ["none"], kept={"shard"}),
+    "asynchronous": Mode(_named("asynchronous", rule="delayed_nesterov", **_IN_STEP), ["none"], kept={"shard", "rule"}),
+    "ssp": Mode(_named("ssp", rule="delay_compensated", **_IN_STEP), ["none"], kept={"shard", "rule"}),
 }
 FULL = [*itertools.product((1, 2), ("SGD", "AdamW"))]
 BRIEF = [(1, "AdamW"), (2, "SGD")]
