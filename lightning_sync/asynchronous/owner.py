@@ -110,6 +110,7 @@ class Owner:
         """End the thread, then close the box (the client's connections must be closed before)."""
         self._closing = True
         if self._thread is not None:
+            self._box.wake()
             self._thread.join(seconds)
             if self._thread.is_alive():  # its sockets are in use; they end with the process
                 return

@@ -156,8 +156,10 @@ class Box:
         self.endpoint = f"tcp://{address}:{port}"
         self.near = f"inproc://box-{port}"
         self._socket.bind(self.near)
+        self._bell = self.context.socket(zmq.PULL)
+        self._bell.bind("inproc://bell")
         self._poller = zmq.Poller()
-        for each in (self._guard, self._socket, self._refusals):
+        for each in (self._guard, self._socket, self._refusals, self._bell):
             self._poller.register(each, zmq.POLLIN)
 
     def receive(self, seconds: float) -> list[tuple[bytes, Letter]]:
@@ -168,6 +170,8 @@ class Box:
         if self._refusals in ready:
             parse_monitor_message(self._refusals.recv_multipart())
             self.rejected["without the key"] += 1
+        if self._bell in ready:
+            self._bell.recv()
         if self._socket not in ready:
             return []
         back, *frames = self._socket.recv_multipart(copy=False)
@@ -185,6 +189,12 @@ class Box:
             return False
         return True
 
+    def wake(self) -> None:
+        """End a `receive` that waits (any thread)."""
+        with self.context.socket(zmq.PUSH) as rope:
+            rope.connect("inproc://bell")
+            rope.send(b"")
+
     def _admit(self) -> None:
         frames = self._guard.recv_multipart()
         known = len(frames) == 7 and frames[5] == b"CURVE" and frames[6] == z85.decode(self._public)
@@ -194,7 +204,7 @@ class Box:
     def close(self) -> None:
         """Give all sockets and the library's threads back; what was not sent yet is dropped."""
         self._socket.disable_monitor()
-        for each in (self._refusals, self._socket, self._guard):
+        for each in (self._refusals, self._socket, self._guard, self._bell):
             each.close(linger=0)
         self.context.term()
 

@@ -114,7 +114,7 @@ class AsyncStrategy(UnwrappedStrategy):
         self._merge: BufferMerge | None = None
         self._merged: dict[str, Tensor] = {}
         self._samples = 0.0
-        self._resumed = False
+        self._report_at_end: dict[str, float] = {}
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class AsyncStrategy(UnwrappedStrategy):
         board.put(str(self.global_rank), self.engine.endpoint)
         dist.barrier()
         self.engine.connect(board.read_all([str(r) for r in range(self.world_size)]))
-        self._merged, self._samples, self._resumed = {}, 0.0, False
+        self._merged, self._samples = {}, 0.0
 
     def _all_wires(self) -> list[Wires]:
         return [*super()._all_wires(), *([] if self._wires is None else [self._wires])]
@@ -226,6 +226,11 @@ class AsyncStrategy(UnwrappedStrategy):
         if self._watcher is not None:
             self._watcher.check()
 
+    @property
+    def report(self) -> dict[str, float]:
+        """What this rank has seen, now or, after `fit`, at its end; see `Engine.report`."""
+        return self._report_at_end if self.engine is None else self.engine.report()
+
     # ---- consensus and state -----------------------------------------------------------------------------------------
 
     def consensus(self) -> dict[str, Tensor] | None:
@@ -274,6 +279,7 @@ class AsyncStrategy(UnwrappedStrategy):
 
     def _close(self) -> None:
         if self.engine is not None:
+            self._report_at_end = self.engine.report()
             self.engine.close()
         super()._close()
         self.engine = None
