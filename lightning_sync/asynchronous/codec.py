@@ -106,11 +106,11 @@ def codec_for(compressor: Compressor | Route) -> Codec:
         return CastCodec()
     if isinstance(bare, (BF16, FP16)):
         return CastCodec(torch.bfloat16 if isinstance(bare, BF16) else torch.float16)
-    if isinstance(bare, BlockCodec) and not getattr(bare, "noisy", False) and hasattr(bare, "block"):
+    if isinstance(bare, BlockCodec) and bare.remembers and not getattr(bare, "noisy", False):
         return RowCodec(bare)
     raise ValueError(
         f"compressor={compressor!r} does not go with asynchronous exchanges, which have one sender and one reader. Use "
-        "none, bf16, fp16, or a format of blocks that rounds to nearest: int8, int4, fp8, sign."
+        "none, bf16, fp16, or a format of blocks that keeps what it leaves out: int8, int4, fp8, sign, topk."
     )
 
 

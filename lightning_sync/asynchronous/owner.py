@@ -239,8 +239,8 @@ class Owner:
         numbers = (read.version, read.sequences.get(reader, 0), least, waiting.staleness)
         letter = Letter(ANSWER, self._topology.rank, waiting.letter.request, numbers, body=body)
         self._answered[reader] = waiting.letter.request, letter
-        self._box.answer(waiting.back, letter)
         count_letter(self._counters, self._topology, reader, len(body), read.values.nbytes)
+        self._box.answer(waiting.back, letter)
 
     def _encode(self, reader: int, values: Tensor, *, exact: bool) -> Tensor:
         if self._codec.exact:

@@ -265,12 +265,15 @@ class AsyncStrategy(UnwrappedStrategy):
         """Take it over; with other ranks or rules shards start from the consensus."""
         if self.engine is None or not state.numbers:
             return state.kinds
+        before, lost = self.counters.state_dict(), []
         if same and state.numbers.get("terms") == self._terms and state.local:
             self.engine.load(state.numbers, state.local)
-            self.counters.exchanges = self.engine.exchanges
-            return []
-        self.engine.restart()
-        return ["clocks, and what the rule remembers"]
+        else:
+            self.engine.restart()
+            lost = ["clocks, and what the rule remembers"]
+        dist.barrier()  # so that all owners have counted
+        self.counters.load_state_dict(before)  # reading the shards is part of set-up
+        return lost
 
     @property
     def _terms(self) -> str:

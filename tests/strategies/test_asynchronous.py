@@ -13,6 +13,9 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 import lightning_sync as ls
+from lightning_sync import compressors
+from lightning_sync.aggregators import Mean
+from lightning_sync.validity import check_combination
 from tests.models import Toy, everything, fit
 from tests.strategies.by_hand import Sharded
 from tests.workers import launch_ranks, run_ranks
@@ -180,9 +183,12 @@ def test_wrong_values_are_refused_at_construction(options: dict[str, Any], says:
         ls.AsyncStrategy(**options)
 
 
-@pytest.mark.parametrize("compressor", ["powersgd", "topk", "random_block", "qsgd"])
+@pytest.mark.parametrize("compressor", ["powersgd", "random_block", "qsgd", "dgc", "sign_vote"])
 def test_compressors_that_need_all_ranks_at_once_are_refused(compressor: str) -> None:
-    from lightning.pytorch import Trainer
-
     with pytest.raises(ValueError, match=r"it needs all ranks at once"):
-        Trainer(accelerator="cpu", devices=1, strategy=ls.AsyncStrategy(compressor=compressor))
+        check_combination("asynchronous", compressors.registry.build(compressor), Mean(), "32-true")
+
+
+def test_aggregators_are_refused_because_contributions_come_one_by_one() -> None:
+    with pytest.raises(ValueError, match=r"contributions come one by one"):
+        check_combination("asynchronous", ls.BF16(), ls.Median(), "32-true")
