@@ -261,7 +261,7 @@ class Engine:
         """All numbers to restore, after a meeting."""
         with self.owner.lock:
             shard = self.owner.shard.state()
-        kept = {k: shard[k] for k in ("version", "contains", "sequences", "accepted", "living", "ledger")}
+        kept = {k: v for k, v in shard.items() if k not in ("values", "rule", "reads", "optimizer")}
         return {
             "clock": self.replica.clock,
             "sent": self.replica.sent,
