@@ -33,6 +33,8 @@ def heard(rhythm: Rhythm | None, now: float) -> Rhythm:
         return Rhythm(now, now, now / 2)
     if isnan(rhythm.last):
         return replace(rhythm, last=now)
+    if rhythm.gap == 0:  # its first delivery was the beginning
+        return Rhythm(now, now - rhythm.last, (now - rhythm.last) / 2)
     error = now - rhythm.last - rhythm.gap
     return Rhythm(now, rhythm.gap + error / 8, rhythm.deviation + (abs(error) - rhythm.deviation) / 4)
 

@@ -52,10 +52,10 @@ class Read:
 class Shard:
     """Values, their version, and a rule that answers contributions.
 
-    Every applied change makes a new version. Not locked: `apply`, `tick`, `flush`, `read`, `retire`, `rejoin`,
-    `state` and `load_state` must each run alone (one lock around each call), since a read must not see half a change,
-    and values, version and `contains` belong together. Two threads that add to one tensor without a lock lose updates.
-    What `read` returns may be sent without the lock.
+    Every applied change makes a new version. Not locked: `begin`, `apply`, `tick`, `flush`, `due`, `read`, `retire`,
+    `rejoin`, `state` and `load_state` must each run alone (one lock around each call), since a read must not see half a
+    change, and values, version and `contains` belong together. Two threads that add to one tensor without a lock lose
+    updates. What `read` returns may be sent without the lock.
 
     Args:
         values: The shard, a floating-point `[n]` (float32), which the shard owns and changes in place from now on.
@@ -95,7 +95,8 @@ class Shard:
         self.rule = rule
         self.version = 0
         self.seconds = 0.0
-        """The latest time the shard was told."""
+        """Training time so far, at the latest call: the owner's clock may start anywhere, and anew when it resumes."""
+        self._origin: float | None = None
         self.ledger = Ledger()
         self.contains: dict[int, int] = {}
         """Per replica, one more than the clock of its last update in `values`; absent means nothing of it."""
@@ -114,13 +115,19 @@ class Shard:
         """What applies the rule's changes, if not a subtraction; its learning rates may be set between calls."""
         return self._optimizer
 
+    def begin(self, now: float) -> None:
+        """Training begins now, or goes on after `load_state`, by the owner's clock.
+
+        Without this call it begins with the first contribution, and rules that wait know no gap before the second.
+        """
+        self._origin = now - self.seconds
+
     def apply(self, contribution: Contribution, now: float = 0.0) -> Receipt:
         """Take one contribution, once.
 
         Args:
             contribution: What has arrived.
-            now: Seconds of training by the owner's clock; only rules that wait look at it. 0 is when training began,
-                and an owner that resumes counts on from `seconds`.
+            now: Seconds by the owner's clock; only rules that wait look at it.
 
         Raises:
             ValueError: if it cannot belong to this shard. Nothing is changed, as with the next.
@@ -135,19 +142,18 @@ class Shard:
         self.ledger.take(sender, staleness)
         self._forget_before(sender, contribution.read_version)
         self._accepted[sender] = (contribution.clock + 1, contribution.sequence + 1)
-        self.seconds = max(now, self.seconds)
-        facts = Facts(staleness, read_values, self.seconds, self._living)
+        facts = Facts(staleness, read_values, self._elapsed(now), self._living)
         self._move(self.rule.change(self.values, contribution, facts, self._rule_state))
         return Receipt(True, self.version, staleness)
 
     def due(self) -> float | None:
         """When to call `tick` if nothing arrives before, in seconds of the owner's clock; None: no need."""
-        return self.rule.due(self._rule_state, self._living)
+        due = self.rule.due(self._rule_state, self._living)
+        return None if due is None else due + (self._origin or 0.0)
 
     def tick(self, now: float) -> int:
         """Let the rule do what time alone makes due: the version afterwards."""
-        self.seconds = max(now, self.seconds)
-        self._move(self.rule.release(self.values, self.seconds, self._living, self._rule_state))
+        self._move(self.rule.release(self.values, self._elapsed(now), self._living, self._rule_state))
         return self.version
 
     def flush(self) -> int:
@@ -231,6 +237,13 @@ class Shard:
         self._reads = {r: {v: t.clone() for v, t in kept.items()} for r, kept in state["reads"].items()}
         if self._optimizer is not None:
             self._optimizer.load_state(state["optimizer"])
+
+    def _elapsed(self, now: float) -> float:
+        if self._origin is None:
+            self.begin(now)
+        assert self._origin is not None
+        self.seconds = max(now - self._origin, self.seconds)
+        return self.seconds
 
     def _move(self, change: Tensor | None) -> None:
         if change is None:

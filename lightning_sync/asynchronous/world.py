@@ -144,6 +144,8 @@ class World:
         if seconds == inf and steps == inf:
             raise ValueError("World.run(seconds=inf, steps=inf): give one of them an end.")
         curve: list[tuple[int, float]] = []
+        for shard in self._shards:
+            shard.begin(self._now)
         for replica in self._replicas:
             for owner, shard in enumerate(self._shards):
                 replica.merge(owner, shard.read(replica.number))

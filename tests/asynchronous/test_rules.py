@@ -217,6 +217,50 @@ def test_the_grace_window_waits_for_nobody_who_usually_comes_later() -> None:
     assert shard.version > before
 
 
+@pytest.mark.parametrize("origin", [0.0, 1e6])
+def test_the_owners_clock_may_start_anywhere_and_anew(origin: float) -> None:
+    shard, _ = start(Quorum(quorum=1, grace=0.5))
+    shard.begin(origin)
+    for replica in (0, 1):
+        give(shard, replica, torch.ones(N, dtype=torch.float64), now=origin + 10.0)
+    due = shard.due()  # two have not been heard of: a usual gap has passed, they may come any moment
+    assert due == pytest.approx(origin + 15.0)
+    assert shard.tick(origin + 14.9) == 0
+    assert shard.tick(origin + 15.1) == 1
+    resumed, _ = start(Quorum(quorum=1, grace=0.5))
+    resumed.load_state(shard.state())
+    resumed.begin(500.0)  # 15.1 s of training are over
+    give(resumed, 0, torch.ones(N, dtype=torch.float64), now=505.0)
+    due = resumed.due()  # the other is known, and expected about now
+    assert due is not None
+    assert 505.0 < due <= 510.0
+
+
+def test_a_replica_that_was_away_is_not_waited_for_by_the_time_it_was_away() -> None:
+    shard, _ = start(Quorum(quorum=1, grace=0.5))
+    shard.begin(0.0)
+    for replica in (2, 3):
+        shard.retire(replica)
+    for k in range(1, 10):
+        for replica in (0, 1):
+            give(shard, replica, torch.ones(N, dtype=torch.float64), now=10.0 * k)
+    shard.retire(1)
+    give(shard, 0, torch.ones(N, dtype=torch.float64), now=100.0)
+    assert shard.due() is None  # nobody else is alive: the step was taken
+    shard.rejoin(1)
+    give(shard, 0, torch.ones(N, dtype=torch.float64), now=110.0)
+    assert shard.due() is None  # nobody knows when it will deliver
+    give(shard, 1, torch.ones(N, dtype=torch.float64), now=1000.0)
+    give(shard, 0, torch.ones(N, dtype=torch.float64), now=1001.0)
+    shard.tick(1006.0)
+    version = shard.version
+    give(shard, 0, torch.ones(N, dtype=torch.float64), now=1009.0)
+    assert shard.version == version  # now it is known again, and expected at 1010
+    due = shard.due()
+    assert due is not None
+    assert 1010.0 <= due <= 1015.0
+
+
 def test_a_quorum_is_complete_when_those_it_waits_for_are_dead() -> None:
     shard, _ = start(Quorum(quorum=3, grace=0.0))
     for replica in (0, 1):

@@ -48,7 +48,7 @@ class Facts:
     Attributes:
         staleness: The shard's version now, minus the version the contribution was computed on.
         read_values: The values the sender computed on, `[n]`; None unless the rule's `needs_backup` is True.
-        now: Seconds of training by the owner's clock, which starts at 0 and never runs backwards.
+        now: Seconds of training so far; they never run backwards.
         living: The replicas that may still send something.
     """
 
@@ -94,7 +94,7 @@ class Rule(ABC):
         """
 
     def due(self, state: dict[str, Tensor], living: Collection[int]) -> float | None:
-        """When the owner should call `release`, in seconds of its clock, if nothing arrives before; None: never."""
+        """When the owner should call `release`, in seconds of training, if nothing arrives before; None: never."""
         return None
 
     def release(self, values: Tensor, now: float, living: Collection[int], state: dict[str, Tensor]) -> Tensor | None:
