@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_sync.asynchronous.client import Client, Errand
 from lightning_sync.asynchronous.codec import Codec
 from lightning_sync.asynchronous.layout import FlatLayout
-from lightning_sync.asynchronous.optimizer import ViewFactory
+from lightning_sync.asynchronous.optimizer import ViewFactory, like
 from lightning_sync.asynchronous.owner import Owner
 from lightning_sync.asynchronous.replica import Replica
 from lightning_sync.asynchronous.rules import Rule
@@ -65,7 +66,8 @@ class Engine:
         secret: The run's secret key.
         number: The run, 64 bits.
         address: Where this rank listens.
-        optimizer: Makes the optimiser of a shard, from its bounds in the vector and its layout; `None`: none.
+        outer: Makes an optimiser that applies the rule's changes to the shard; `None`: they are subtracted.
+        inner: With ``push="gradient"``, the module's own optimiser, which owners apply in its place.
         on_error: Called from a background thread with what has ended it.
         check: Called several times a second while waiting; raises what has ended the run elsewhere.
         waiting: Entered around every wait.
@@ -83,7 +85,8 @@ class Engine:
         secret: bytes,
         number: int,
         address: str,
-        optimizer: Callable[[FlatLayout, tuple[int, int]], ViewFactory] | None = None,
+        outer: ViewFactory | None = None,
+        inner: Optimizer | None = None,
         on_error: Callable[[BaseException, str], None],
         check: Callable[[], None],
         waiting: Callable[[], AbstractContextManager[None]],
@@ -112,8 +115,11 @@ class Engine:
         values = self.layout.gather(params, self.layout.zeros())[a:b].clone()
         largest = max(4 * (d - c) for c, d in self.layout.slices) + 8 * topology.size
         self._run = Run(secret, number, fingerprint(specs), topology.size, largest)
-        factory = None if optimizer is None else optimizer(self.layout, (a, b))
-        shard = Shard(values, terms.rule, replicas=topology.size, push=terms.push, optimizer=factory)
+        self._stretches: list[tuple[int, int, int]] = []
+        if inner is not None:
+            self._stretches = self.layout.stretches((a, b), _group_of(inner, params))
+            outer = like(inner, self._stretches)
+        shard = Shard(values, terms.rule, replicas=topology.size, push=terms.push, optimizer=outer)
         self._box = Box(self._run, address)
         self.owner = Owner(
             self._box,
@@ -203,6 +209,14 @@ class Engine:
         replica.meet(self._meetings, self.steps)
         self._wait()
         self._met_at = self.steps
+
+    def set_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take over learning rates and other options from the module's own optimiser (with ``push="gradient"``)."""
+        optimizer = self.owner.shard.optimizer
+        assert optimizer is not None
+        with self.owner.lock:
+            for group, (_, _, index) in zip(optimizer.param_groups, self._stretches, strict=True):
+                group.update({k: v for k, v in groups[index].items() if k not in ("params", "param_names")})
 
     def consensus(self) -> dict[str, Tensor]:
         """What the owners held at the last meeting, by parameter; float32 on the host."""
@@ -327,9 +341,31 @@ class Engine:
         self.owner.close()
 
 
-def pick_weight(weight: float | None, world_size: int) -> float:
-    """The weight of contributions: 1 / number of replicas by default, so that their sum is a mean."""
-    return 1 / world_size if weight is None else float(weight)
+def pick_weight(weight: float | None, world_size: int, push: str = "delta") -> float:
+    """The weight of contributions.
+
+    By default 1 / number of replicas for deltas, so that equal replicas move the values by one replica's progress, and
+    1 for gradients, each of which is one step of the optimiser.
+    """
+    if weight is not None:
+        return float(weight)
+    return 1 / world_size if push == "delta" else 1.0
+
+
+def _group_of(optimizer: Optimizer, params: Sequence[Tensor]) -> list[int]:
+    """For every parameter, the index of its group.
+
+    Raises:
+        ValueError: for a parameter that the optimiser does not have.
+    """
+    groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    missing = [tuple(p.shape) for p in params if id(p) not in groups]
+    if missing:
+        raise ValueError(
+            f"push='gradient': {type(optimizer).__name__} does not have all trained parameters (those of shapes "
+            f"{missing} are missing). Give them to it, or set requires_grad=False."
+        )
+    return [groups[id(p)] for p in params]
 
 
 def as_secret(tensor: Tensor) -> bytes:

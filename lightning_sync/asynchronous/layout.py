@@ -63,6 +63,22 @@ class FlatLayout:
             vector[start : start + p.numel].view(p.shape) for p, start in zip(self.params, self.starts, strict=True)
         ]
 
+    def stretches(self, bounds: tuple[int, int], groups: Sequence[int]) -> list[tuple[int, int, int]]:
+        """What a slice consists of, as (start, stop, group), counted from its beginning; what lies between counts too.
+
+        Args:
+            bounds: The slice.
+            groups: For every parameter, the group it belongs to.
+        """
+        a, b = bounds
+        ends = [*self.starts[1:], self.size]
+        found = []
+        for start, end, group in zip(self.starts, ends, groups, strict=True):
+            low, high = max(a, start), min(b, end)
+            if low < high:
+                found.append((low - a, high - a, group))
+        return found
+
     def name_at(self, place: int) -> str:
         """The parameter that this element of the vector belongs to."""
         return next(

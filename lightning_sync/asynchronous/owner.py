@@ -222,6 +222,9 @@ class Owner:
         meeting = {r for r, w in self._waiting.items() if w.letter.kind == MEET}
         least = min((c for r, c in reached.items() if r not in meeting), default=max(reached.values()))
         together = min(self._met.values())
+        if any(w.letter.kind == MEET and together >= w.letter.numbers[3] for w in self._waiting.values()):
+            with self.lock:
+                self.shard.flush()
         for sender, waiting in list(self._waiting.items()):
             need = waiting.letter.numbers[3]
             if (together if waiting.letter.kind == MEET else least) >= need:

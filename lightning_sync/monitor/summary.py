@@ -73,10 +73,10 @@ class RunSummary(pl.Callback):
     where it does not apply (bytes under Lightning's own strategies, accuracy of a language model) or is not finite.
     ``train_loss`` is the mean over the last 50 batches and all ranks, ``val_*`` are those of the last validation,
     ``skipped_steps`` are those left out for inf or NaN (on rank 0), ``wall_seconds`` runs from the first to the last
-    step and includes validation, bytes and waiting are means over the ranks. ``asynchronous`` holds, for strategies whose
-    ranks go at their own speed, their staleness (in versions of a shard) and clock lead (in exchanges), each as mean, p95
-    and max, the achieved period in steps, exchanges that were put together, and letters refused: means over the ranks,
-    of a max the largest.
+    step and includes validation, bytes and waiting are means over the ranks. ``asynchronous`` holds, for strategies
+    whose ranks go at their own speed, their staleness (in versions of a shard) and clock lead (in exchanges), each as
+    mean, p95 and max, the achieved period in steps, exchanges that were put together, and letters refused: means over
+    the ranks, of a max the largest.
 
     Args:
         directory: The run directory; the file is put there atomically.

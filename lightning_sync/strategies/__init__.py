@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_sync.asynchronous.rules import DelayedNesterov, Quorum
 from lightning_sync.periodic.outer import Nesterov, SlowMo
 from lightning_sync.strategies.asynchronous import AsyncStrategy
 from lightning_sync.strategies.base import SyncStrategy
@@ -39,6 +40,8 @@ NAMES: dict[str, tuple[type[SyncStrategy], dict[str, Any]]] = {
     "async": (AsyncStrategy, {}),
     "asynchronous": (AsyncStrategy, {}),
     "ssp": (AsyncStrategy, {"max_staleness": 4}),
+    "async_diloco": (AsyncStrategy, {"sync_every": 64, "rule": DelayedNesterov(period=None)}),
+    "decoupled_diloco": (AsyncStrategy, {"sync_every": 64, "rule": Quorum(), "outer_optimizer": Nesterov()}),
 }
 
 

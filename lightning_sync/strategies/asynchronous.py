@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_sync import _compat
 from lightning_sync.asynchronous.clocks import check_bound
 from lightning_sync.asynchronous.codec import codec_for
 from lightning_sync.asynchronous.engine import Engine, Terms, as_secret, pick_weight
+from lightning_sync.asynchronous.optimizer import check_elementwise
 from lightning_sync.asynchronous.rules import RULES, Rule
 from lightning_sync.checkpoint import ModeState
 from lightning_sync.checks import check_choice, check_flags, check_integer, check_positive, plain_repr
@@ -25,6 +28,7 @@ from lightning_sync.comm.progress import SLOWER_REPLICAS
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.ddp_hook import param_specs
 from lightning_sync.periodic.buffers import BufferMerge, BufferPolicy
+from lightning_sync.periodic.outer import OuterFactory, build_outer
 from lightning_sync.reducer import Reducer
 from lightning_sync.strategies.batchnorm import ReplicaBatchNorm
 from lightning_sync.strategies.unwrapped import UnwrappedStrategy
@@ -52,11 +56,17 @@ class AsyncStrategy(UnwrappedStrategy):
         max_staleness: s of stale-synchronous parallel: a replica at clock c (exchanges finished) goes on only with
             parameters that contain every replica's updates up to c - s - 1. Smaller waits more. `None`: no bound.
             It cannot help where one rank is slower for good: all wait for it in the long run.
-        push: What is sent: ``"delta"``, or ``"gradient"``, which owners apply with the module's own optimiser.
+        push: What is sent: ``"delta"``, or ``"gradient"``, which owners apply with the module's own optimiser, if that
+            acts element by element (SGD, Adam, ...). Every gradient that arrives is one step of it, so that N replicas
+            make N steps in the time of one; lower the learning rate. A parameter that a step did not use gets a
+            gradient of zero. One optimiser, no loss scaler.
         rule: What a contribution does: a name (``"add"``, ``"inverse_staleness"``, ``"delay_compensated"``,
             ``"delayed_nesterov"``, ``"quorum"``) or a `Rule`.
-        weight: w. `None`: 1 / number of replicas, with which N replicas that learn the same move the values by one
-            replica's progress. 1: all progress is added up, as in classic parameter servers; learns faster and
+        outer_optimizer: What applies the rule's change to a shard, with the change in place of a gradient: `Nesterov`,
+            or a function from a list of tensors to a torch optimiser. `None`: it is subtracted. Momentum at every
+            arrival pushes stale contributions on; ``"delayed_nesterov"`` and ``"quorum"`` were made against that.
+        weight: w. `None`: 1 / number of replicas for deltas, with which N replicas that learn the same move the values
+            by one replica's progress, and 1 for gradients. 1 for deltas: all progress is added up, as in classic parameter servers; learns faster and
             diverges sooner, the more so with momentum and Adam, whose step sizes know nothing of the other replicas.
         blocking: Whether a step waits for the exchange before it. False hides the network and reads older values.
         buffers: At quiet points: ``"average"`` (counts: maximum) or ``"rank0"``.
@@ -79,6 +89,7 @@ class AsyncStrategy(UnwrappedStrategy):
         push: Literal["delta", "gradient"] = "delta",
         rule: Rule | str = "add",
         weight: float | None = None,
+        outer_optimizer: OuterFactory | None = None,
         blocking: bool = False,
         buffers: BufferPolicy = "average",
         **kwargs: Any,
@@ -89,7 +100,14 @@ class AsyncStrategy(UnwrappedStrategy):
         super().__init__(*args, replica="rank", **kwargs)
         check_integer(owner, 1, sync_every=sync_every)
         check_bound(owner, max_staleness)
-        check_choice(owner, ("delta",), push=push)
+        check_choice(owner, ("delta", "gradient"), push=push)
+        if push == "gradient" and (sync_every != 1 or outer_optimizer is not None):
+            raise ValueError(
+                f"{owner}(push='gradient', sync_every={sync_every}, outer_optimizer={outer_optimizer!r}): every "
+                "gradient is sent, and the module's own optimiser applies it; leave both out, or use push='delta'."
+            )
+        if outer_optimizer is not None:
+            build_outer(outer_optimizer, [torch.zeros(1)])
         check_choice(owner, ("average", "rank0"), buffers=buffers)
         check_positive(owner, weight=weight)
         check_flags(owner, blocking=blocking)
@@ -98,15 +116,16 @@ class AsyncStrategy(UnwrappedStrategy):
             raise ValueError(f"{owner}(rule={self.rule!r}) is for push={' or '.join(self.rule.pushes)}, not {push!r}.")
         if weight is not None and not self.rule.uses_weight:
             raise ValueError(f"{owner}(weight={weight!r}): {type(self.rule).__name__} has weights of its own.")
-        if max_staleness is not None and RULES.name(self.rule) == "quorum":
+        if max_staleness is not None and self.rule.holds_back:
             raise ValueError(
-                f"{owner}(max_staleness={max_staleness!r}): a quorum holds contributions back until others have come, "
-                "so no bound on what is read can be kept. Leave one of them out."
+                f"{owner}(max_staleness={max_staleness!r}): {type(self.rule).__name__} holds contributions back until "
+                "others have come, so no bound on what is read can be kept. Leave one of them out."
             )
         self.sync_every = sync_every
         self.max_staleness = max_staleness
         self.push = push
         self.weight = weight
+        self.outer_optimizer = outer_optimizer
         self.blocking = blocking
         self.buffers: BufferPolicy = buffers
         self.engine: Engine | None = None
@@ -135,34 +154,49 @@ class AsyncStrategy(UnwrappedStrategy):
         module = self.model
         assert module is not None
         assert self._executor is not None
-        assert self._watcher is not None
         topology = discover_topology(self.node_rank, self.root_device)
         self._wires = make_wires(topology, self.counters, self._executor.wait, False, self.group_timeout)
         self._merge = BufferMerge(module, self.buffers)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """As Lightning's, then make the shards, and tell all ranks where they are (collective).
+
+        Raises:
+            ValueError: for what does not go with ``push="gradient"``.
+        """
+        super().setup_optimizers(trainer)
+        if self._wires is None:  # not in fit
+            return
+        module = self.model
+        assert module is not None
+        assert self.cluster_environment is not None
+        if self.push == "gradient":
+            self._check_gradients()
         secret = torch.zeros(40, dtype=torch.uint8, device=self.root_device)
         if self.global_rank == 0:
             secret.copy_(torch.frombuffer(bytearray(new_secret()), dtype=torch.uint8))
         dist.broadcast(secret, 0)
-        named = param_specs(module)
+        named, outer = param_specs(module), self.outer_optimizer
         terms = Terms(
             self.sync_every,
             self.max_staleness,
             self.blocking,
             self.push,
-            pick_weight(self.weight, self.world_size),
-            self.rule,
+            pick_weight(self.weight, self.world_size, self.push),
+            self.rule.for_replicas(self.world_size),
         )
-        assert self.cluster_environment is not None
         self.engine = Engine(
             [spec for spec, _ in named],
             [p for _, p in named],
             terms,
             codec_for(self.effective_compressor),
-            topology=topology,
+            topology=self._wires.world.topology,
             counters=self.counters,
             secret=as_secret(secret),
             number=int(self.store_prefix.rsplit("/", 1)[-1], 16),
             address=own_address(self.cluster_environment.main_address),
+            outer=None if outer is None else lambda values: build_outer(outer, [values]),
+            inner=self.optimizers[0] if self.push == "gradient" else None,
             on_error=self._report,
             check=self._check_run,
             waiting=self._waiting,
@@ -172,6 +206,19 @@ class AsyncStrategy(UnwrappedStrategy):
         dist.barrier()
         self.engine.connect(board.read_all([str(r) for r in range(self.world_size)]))
         self._merged, self._samples = {}, 0.0
+
+    def _check_gradients(self) -> None:
+        if len(self.optimizers) != 1:
+            raise ValueError(
+                f"push='gradient' needs one optimiser, which owners apply to their shards; the module has "
+                f"{len(self.optimizers)}. Use push='delta', which goes with any number."
+            )
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "push='gradient' does not go with a loss scaler (16-mixed): owners would get scaled gradients. Use "
+                "bf16-mixed, or push='delta'."
+            )
+        check_elementwise(self.optimizers[0])
 
     def _all_wires(self) -> list[Wires]:
         return [*super()._all_wires(), *([] if self._wires is None else [self._wires])]
@@ -191,9 +238,28 @@ class AsyncStrategy(UnwrappedStrategy):
 
     def after_step(self) -> None:
         """Exchange, if it is time."""
-        if self.engine is not None:
-            samples, self._samples = self._samples, 0.0
+        if self.engine is None:
+            return
+        samples, self._samples = self._samples, 0.0
+        if self.push == "delta":
             self.engine.after_step(samples)
+            return
+        assert self.model is not None
+        params = [p for _, p in param_specs(self.model)]
+        self.engine.set_options(self.optimizers[0].param_groups)
+        self.engine.after_step(samples, [torch.zeros_like(p) if p.grad is None else p.grad for p in params])
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; with ``push="gradient"`` all but the step itself, which is the owners'."""
+        if self.push == "delta":
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        step = optimizer.step
+        optimizer.step = _no_step  # type: ignore[method-assign]
+        optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers look at
+        try:
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        finally:
+            optimizer.step = step  # type: ignore[method-assign]
 
     def finish_training(self) -> None:
         """Send what is left, so that all replicas end with the same values."""
@@ -278,7 +344,7 @@ class AsyncStrategy(UnwrappedStrategy):
     @property
     def _terms(self) -> str:
         """What a shard's state depends on."""
-        return plain_repr((self.push, self.rule))
+        return plain_repr((self.push, self.rule, self.outer_optimizer))
 
     def _close(self) -> None:
         if self.engine is not None:
@@ -287,3 +353,8 @@ class AsyncStrategy(UnwrappedStrategy):
         super()._close()
         self.engine = None
         self._wires = None
+
+
+def _no_step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    """Run the closure, in which gradients come to be and are clipped; leave the parameters as they are."""
+    return None if closure is None else closure()

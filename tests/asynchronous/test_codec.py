@@ -15,13 +15,12 @@ PAIRED = ["none", "bf16", "fp16", "fp8", "int8", "int4", "sign", "topk"]
 def test_these_names_and_no_others_can_serve_one_sender_and_one_reader() -> None:
     found = []
     for name in compressors.registry:
-        try:
-            codec_for(compressors.registry.build(name))
-        except ValueError as error:
-            assert "one sender and one reader" in str(error)
+        if name in PAIRED:
+            found.append(codec_for(compressors.registry.build(name)))
         else:
-            found.append(name)
-    assert sorted(found) == sorted(PAIRED)
+            with pytest.raises(ValueError, match="one sender and one reader"):
+                codec_for(compressors.registry.build(name))
+    assert len(found) == len(PAIRED)
     with pytest.raises(ValueError, match="one sender and one reader"):
         codec_for(Route([("a*", BlockInt8()), ("*", BlockInt8())]))
 

@@ -1,4 +1,4 @@
-"""Asynchronous exchanges over real sockets: nothing is lost, nothing counts twice, and what a bound promises is kept."""
+"""Asynchronous exchanges over real sockets: nothing is lost or counts twice, and bounds are kept."""
 
 from __future__ import annotations
 

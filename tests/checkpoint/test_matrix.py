@@ -79,10 +79,16 @@ MODES: dict[str, Mode] = {
     "slowmo": Mode(_named("slowmo", **_OFTEN), kept={"anchor"}),
     "easgd": Mode(_named("easgd", **_OFTEN), kept={"anchor"}),
     "async": Mode(_named("async", **_IN_STEP), ["none"], kept={"shard"}),
-    "asynchronous": Mode(_named("asynchronous", rule="delayed_nesterov", **_IN_STEP), ["none"], kept={"shard", "rule"}),
+    "asynchronous": Mode(
+        _named("asynchronous", push="gradient", **{**_IN_STEP, "sync_every": 1}), ["none"], kept={"shard", "moments"}
+    ),
     "ssp": Mode(_named("ssp", rule="delay_compensated", **_IN_STEP), ["none"], kept={"shard", "rule"}),
+    "async_diloco": Mode(_named("async_diloco", **_IN_STEP), ["none"], kept={"shard", "rule"}),
+    "decoupled_diloco": Mode(
+        lambda c: ls.AsyncStrategy(c, outer_optimizer=ls.Nesterov(), **_IN_STEP), ["none"], kept={"shard", "moments"}
+    ),
 }
-ASYNCHRONOUS = ["async", "asynchronous", "ssp"]
+ASYNCHRONOUS = ["async", "asynchronous", "ssp", "async_diloco", "decoupled_diloco"]
 FULL = [*itertools.product((1, 2), ("SGD", "AdamW"))]
 BRIEF = [(1, "AdamW"), (2, "SGD")]
 

@@ -28,8 +28,13 @@ def test_a_letter_comes_back_as_it_was_sent() -> None:
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"number": 8}, "another run"), ({"model": 8}, "another model"), ({"ranks": 2}, "malformed"), ({"largest": 2}, "malformed")],
-)  # fmt: skip
+    [
+        ({"number": 8}, "another run"),
+        ({"model": 8}, "another model"),
+        ({"ranks": 2}, "malformed"),
+        ({"largest": 2}, "malformed"),
+    ],
+)
 def test_letters_of_another_run_model_or_size_are_told_apart(change: dict[str, int], reason: str) -> None:
     ours = a_run()
     header = ours.pack(Letter(1, 2, 1, body=b"abc"))

@@ -76,6 +76,13 @@ class Rule(ABC):
     reads_first: ClassVar[bool] = False
     """Whether a delta is measured from values read just before it is sent, not from those read after the last one."""
 
+    holds_back: ClassVar[bool] = False
+    """Whether what has arrived may wait for more before it changes the values, so that no bound on reading can hold."""
+
+    def for_replicas(self, replicas: int) -> Rule:
+        """The rule for a run of this many replicas, where one of its constants depends on that."""
+        return self
+
     def init(self, values: Tensor) -> dict[str, Tensor]:
         """The state before the first contribution: named tensors, such as zeros like `values` `[n]`."""
         return {}

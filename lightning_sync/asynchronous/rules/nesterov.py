@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -34,26 +34,33 @@ class DelayedNesterov(Rule):
     Args:
         lr: eta.
         momentum: mu in [0, 1). Higher smooths over more rounds.
-        period: P, usually the number of replicas.
+        period: P; `None`: the number of replicas.
         activation: c in [0, 1/P]: how much of the momentum acts at once and not with the round; 0 by default, as there.
     """
 
     lr: float = 0.7
     momentum: float = 0.9
-    period: int = 1
+    period: int | None = 1
     activation: float = 0.0
     pushes: ClassVar[tuple[str, ...]] = ("delta",)
 
     def __post_init__(self) -> None:
         check_positive("DelayedNesterov", lr=self.lr)
-        check_integer("DelayedNesterov", 1, period=self.period)
+        if self.period is not None:
+            check_integer("DelayedNesterov", 1, period=self.period)
+        period = self.period or 1
         if isinstance(self.momentum, bool) or not isinstance(self.momentum, (int, float)) or not 0 <= self.momentum < 1:
             raise ValueError(f"DelayedNesterov(momentum={self.momentum!r}): expected a number in [0, 1).")
         c = self.activation
-        if isinstance(c, bool) or not isinstance(c, (int, float)) or not 0 <= c <= 1 / self.period:
+        if isinstance(c, bool) or not isinstance(c, (int, float)) or not 0 <= c <= 1 / period:
             raise ValueError(
-                f"DelayedNesterov(activation={c!r}): expected a number in [0, 1/period] = [0, {1 / self.period:g}]."
+                f"DelayedNesterov(activation={c!r}): expected a number in [0, 1/period] = [0, {1 / period:g}]."
             )
+
+    @override
+    def for_replicas(self, replicas: int) -> DelayedNesterov:
+        """With P, if it was left open."""
+        return replace(self, period=replicas) if self.period is None else self
 
     @override
     def init(self, values: Tensor) -> dict[str, Tensor]:
@@ -68,6 +75,8 @@ class DelayedNesterov(Rule):
     def change(self, values: Tensor, contribution: Contribution, facts: Facts, state: dict[str, Tensor]) -> Tensor:
         """The step, eta included."""
         d = contribution.values * contribution.weight
+        if self.period is None:
+            raise ValueError(f"{self!r}: the period is open; use for_replicas().")
         buffer, momentum = state["buffer"].add_(d), state["momentum"]
         state["count"] += 1
         share = self.activation

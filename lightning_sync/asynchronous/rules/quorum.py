@@ -49,6 +49,7 @@ class Quorum(Rule):
     weigh_by: str = "samples"
     pushes: ClassVar[tuple[str, ...]] = ("delta",)
     uses_weight: ClassVar[bool] = False
+    holds_back: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_integer("Quorum", 1, quorum=self.quorum)
