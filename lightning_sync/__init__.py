@@ -14,6 +14,15 @@ from lightning_sync.aggregators import (
     TrimmedMean,
     WeightedMean,
 )
+from lightning_sync.asynchronous.rules import (
+    Add,
+    DelayCompensated,
+    DelayedNesterov,
+    Elastic,
+    InverseStaleness,
+    Quorum,
+    Rule,
+)
 from lightning_sync.cluster import newest_checkpoint
 from lightning_sync.compressors import (
     BF16,
@@ -47,6 +56,7 @@ from lightning_sync.periodic.period import Growing, Period, QuadraticRule, Secon
 from lightning_sync.precision import WirePrecision
 from lightning_sync.sampler import SharedSampler
 from lightning_sync.strategies import (
+    AsyncStrategy,
     DelayedStrategy,
     HybridStrategy,
     StrictStrategy,
@@ -66,17 +76,23 @@ __all__ = [
     "QSGD",
     "AcpSGD",
     "Adasum",
+    "Add",
     "Aggregator",
+    "AsyncStrategy",
     "BlockInt4",
     "BlockInt8",
     "ChunkTopK",
     "Compressor",
+    "DelayCompensated",
+    "DelayedNesterov",
     "DelayedStrategy",
     "DriftError",
+    "Elastic",
     "ErrorFeedback",
     "Exact",
     "Growing",
     "HybridStrategy",
+    "InverseStaleness",
     "LocalClipping",
     "MajorityVote",
     "Mean",
@@ -89,9 +105,11 @@ __all__ = [
     "PowerSGD",
     "Probe",
     "QuadraticRule",
+    "Quorum",
     "RandomBlock",
     "RatioWarmup",
     "Route",
+    "Rule",
     "Schedule",
     "Seconds",
     "SharedSampler",

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import runpy
 import sys
 from collections.abc import Sequence
 
 # What each command does, and the module whose `main(arguments)` does it; "" is done here. Modules are imported when
-# they are needed, and a command whose module this installation lacks is not offered.
+# they are needed.
 _COMMANDS = {
     "train": ("train a model: python -m lightning_sync.train", ""),
     "report": ("make a page with figures about runs", "lightning_sync.monitor.report"),
-    "doctor": ("check a SLURM job before it trains; with --probe: which mode pays here", "lightning_sync.cluster.doctor"),
+    "doctor": (
+        "check a SLURM job before it trains; with --probe: which mode pays here",
+        "lightning_sync.cluster.doctor",
+    ),
     "simulate": (
         "what a bound on staleness or a quorum would do to a cluster, in virtual time",
         "lightning_sync.asynchronous.simulate",
@@ -42,7 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: with the command's exit code, unless that is 0.
     """
-    offered = {name: command for name, command in _COMMANDS.items() if _is_there(command[1])}
     parser = argparse.ArgumentParser(
         prog="lightning-sync",
         description="Commands of lightning_sync.",
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (what, _) in offered.items():
+    for name, (what, _) in _COMMANDS.items():
         commands.add_parser(name, add_help=False, help=what)
     given = sys.argv[1:] if arguments is None else list(arguments)
     known, rest = parser.parse_args(given[:1]), given[1:]  # whatever follows, --help included, is the command's
@@ -61,16 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif known.command == "inspect":
         _inspect(rest)
     else:
-        code = importlib.import_module(offered[known.command][1]).main(rest)
+        code = importlib.import_module(_COMMANDS[known.command][1]).main(rest)
         if code:
             raise SystemExit(code)
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return not module or importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its package is not there
-        return False
 
 
 def _inspect(arguments: Sequence[str]) -> None:

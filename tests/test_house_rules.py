@@ -19,6 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 CORE = (
     "aggregator_contract",
     "aggregators",
+    "asynchronous",
     "checks",
     "checkpoint",
     "clipping",
@@ -48,6 +49,16 @@ OUTSIDE = ("lightning", "pytorch_lightning", "lightning_fabric", "hydra", "omega
 # Inside the core: compressors know state and the arithmetic of bytes, aggregators payloads, the wire no strategy.
 ONLY = {
     "aggregators": ("aggregators", "comm.topology", "compressors.base", "registry"),
+    "asynchronous": (
+        "asynchronous",
+        "checks",
+        "comm",
+        "compressors",
+        "nonfinite",
+        "periodic.outer",
+        "registry",
+        "state",
+    ),
     "checkpoint": ("checkpoint", "reducer", "state"),
     "comm": ("comm", "compressors.base", "state"),
     "compressors": ("checks", "comm.topology", "compressors", "registry", "state"),

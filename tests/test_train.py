@@ -23,7 +23,7 @@ from tests.conftest import Command
 KEYS = [
     *("strategy", "compressor", "aggregator", "precision", "world_size", "steps"),
     *("train_loss", "val_loss", "val_accuracy", "wire_bytes_per_step", "compression_ratio"),
-    *("skipped_steps", "exchanges", "wall_seconds", "wait_seconds", "versions"),
+    *("skipped_steps", "exchanges", "wall_seconds", "wait_seconds", "asynchronous", "versions"),
 ]
 
 
