@@ -51,15 +51,6 @@ def test_a_command_gets_what_follows_as_it_is_and_its_code_is_the_exit_code(monk
     assert seen == ["-o", "x", "--", "a=b"]
 
 
-def test_a_command_that_is_not_installed_is_not_offered(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(cli._COMMANDS, "some", ("something", "no_such_package.module"))
-    with pytest.raises(SystemExit):
-        cli.main(["some"])
-    assert "invalid choice" in capsys.readouterr().err
-
-
 def test_report_runs_as_a_command(command: Command, tmp_path: Path) -> None:
     done = command("-m", "lightning_sync.cli", "report", "nothing")
     assert done.returncode == 1

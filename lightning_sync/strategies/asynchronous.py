@@ -66,8 +66,9 @@ class AsyncStrategy(UnwrappedStrategy):
             or a function from a list of tensors to a torch optimiser. `None`: it is subtracted. Momentum at every
             arrival pushes stale contributions on; ``"delayed_nesterov"`` and ``"quorum"`` were made against that.
         weight: w. `None`: 1 / number of replicas for deltas, with which N replicas that learn the same move the values
-            by one replica's progress, and 1 for gradients. 1 for deltas: all progress is added up, as in classic parameter servers; learns faster and
-            diverges sooner, the more so with momentum and Adam, whose step sizes know nothing of the other replicas.
+            by one replica's progress, and 1 for gradients. 1 for deltas: all progress is added up, as in classic
+            parameter servers; learns faster and diverges sooner, the more so with momentum and Adam, whose step sizes
+            know nothing of the other replicas.
         blocking: Whether a step waits for the exchange before it. False hides the network and reads older values.
         buffers: At quiet points: ``"average"`` (counts: maximum) or ``"rank0"``.
         **kwargs: See `UnwrappedStrategy`; `replica` is ``"rank"``.
