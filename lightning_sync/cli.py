@@ -15,7 +15,7 @@ _COMMANDS = {
     "report": ("make a page with figures about runs", "lightning_sync.monitor.report"),
     "doctor": (
         "check a SLURM job before it trains; with --probe: which mode pays here",
-        "lightning_sync.cluster.doctor",
+        "lightning_sync.entry.doctor",
     ),
     "simulate": (
         "what a bound on staleness or a quorum would do to a cluster, in virtual time",
