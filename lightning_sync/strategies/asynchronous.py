@@ -204,7 +204,7 @@ class AsyncStrategy(UnwrappedStrategy):
             waiting=self._waiting,
         )
         board = Board(_compat.default_store(), f"{self.store_prefix}/boxes")
-        board.put(str(self.global_rank), self.engine.endpoint)
+        board.put(str(self.global_rank), self.engine.card)
         dist.barrier()
         self.engine.connect(board.read_all([str(r) for r in range(self.world_size)]))
         self._merged, self._samples = {}, 0.0

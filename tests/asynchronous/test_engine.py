@@ -178,6 +178,16 @@ def test_inf_or_nan_is_not_sent_and_names_the_parameter_and_the_rank() -> None:
     assert all(bool(r.engine.owner.shard.values.isfinite().all()) for r in ranks)
 
 
+def test_a_rank_with_another_model_is_named_before_anything_starts() -> None:
+    ranks = world(1)
+    cards = [ranks[0].engine.card, "0123456789abcdef tcp://127.0.0.1:1"]
+    try:
+        with pytest.raises(ValueError, match=r"Ranks \[1\] have other trained parameters than rank 0"):
+            ranks[0].engine.connect(cards)
+    finally:
+        ranks[0].engine.close()
+
+
 def test_exchanges_that_are_due_while_one_is_under_way_are_counted_and_not_lost() -> None:
     ranks = world(2)
     for rank in ranks:

@@ -48,6 +48,14 @@ class Rank:
         )
 
     @property
+    def model(self) -> str:
+        return self.engine.card.split(" ", 1)[0]
+
+    @property
+    def endpoint(self) -> str:
+        return self.engine.card.split(" ", 1)[1]
+
+    @property
     def flat(self) -> Tensor:
         return torch.cat([p.reshape(-1) for p in self.params]).clone()
 
@@ -77,7 +85,7 @@ def world(
     agreed, secret = Terms(**{**options, **terms}), new_secret()
     ranks = [Rank(r, size, secret, codec or codec_for(Exact()), agreed) for r in range(size)]
     for rank in ranks:
-        rank.engine.connect([through(r.engine.endpoint) for r in ranks])
+        rank.engine.connect([f"{r.model} {through(r.endpoint)}" for r in ranks])
     return ranks
 
 
