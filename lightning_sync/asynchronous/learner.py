@@ -70,8 +70,9 @@ class Learner:
         if self._push == "gradient":
             self._gradient = gradient
         else:
-            self._velocity.mul_(self._momentum).add_(gradient)
-            self._local.sub_(self._velocity, alpha=self._lr)
+            if self._momentum:
+                gradient = self._velocity.mul_(self._momentum).add_(gradient)
+            self._local.sub_(gradient, alpha=self._lr)
         self.steps += 1
         self.since_push += 1
 

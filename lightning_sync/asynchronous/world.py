@@ -103,6 +103,7 @@ class World:
         watch: Callable[[Started], None] | None = None,
     ) -> None:
         check_integer("World", 1, owners=owners)
+        _check_progress(cluster, mode)
         self._cluster, self._mode, self._watch = cluster, mode, watch
         self._problem = problem or Nothing(owners)
         self._draws, self._clocks = Draws(cluster, seed), Clocks(cluster.replicas)
@@ -152,9 +153,10 @@ class World:
             self._plan(self._draws.failure(replica.number), self._fail, replica)
         for replica in self._replicas:
             self._try_start(replica)
-        noted = 0
+        noted, idle, patience = 0, 0, 1000 * len(self._replicas) * len(self._shards)
         while self._done < steps:
-            if not self._events:
+            done, idle = self._done, idle + 1
+            if not self._events or idle > patience:  # failures and returns go on even where nobody steps
                 raise RuntimeError(f"Nothing more will happen after {self._now} s: all replicas wait.")
             when, _, _, action, arguments = heapq.heappop(self._events)
             if when > seconds:
@@ -162,6 +164,7 @@ class World:
                 break
             self._now = when
             action(*arguments)
+            idle = idle if self._done == done else 0
             if every and self._done // every > noted:
                 noted = self._done // every
                 curve.append((self._done, self._problem.loss(self._values())))
@@ -376,4 +379,15 @@ class World:
             values=values,
             loss=self._problem.loss(values),
             curve=curve,
+        )
+
+
+def _check_progress(cluster: Cluster, mode: Mode) -> None:
+    """With a bound everybody's updates must come to count, or all wait for each other."""
+    needs = mode.rule.needs(cluster.replicas)
+    if mode.max_staleness is not None and needs > 1 and (needs < cluster.replicas or mode.failed == "leave"):
+        raise ValueError(
+            f"Mode(max_staleness={mode.max_staleness}, rule={mode.rule!r}, failed={mode.failed!r}): contributions that "
+            "wait for those of others may never come to count, and the bound would wait for them. Use "
+            f"max_staleness=None, or a quorum of all {cluster.replicas} replicas with failed='wait'."
         )

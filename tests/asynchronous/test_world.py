@@ -281,6 +281,48 @@ def test_a_failed_replica_stops_nobody_and_starts_from_the_current_values() -> N
     assert max(outcome.waited) == 0.0
 
 
+@pytest.mark.parametrize(("rule", "failed"), [(Quorum(2), "wait"), (Quorum(4), "leave"), (Quorum(9), "leave")], ids=str)
+def test_a_bound_is_refused_where_a_rule_waits_for_more_than_the_sender(rule: Quorum, failed: str) -> None:
+    with pytest.raises(ValueError, match="Use max_staleness=None, or a quorum of all 4"):
+        World(Cluster(replicas=4), Mode("m", rule=rule, max_staleness=1, failed=failed))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        Mode("dc", 1, DelayCompensated(0.1, False), sgd(0.02), "gradient", blocking=False),
+        Mode("dc, s = 2", 1, DelayCompensated(0.1, False), sgd(0.02), "gradient", max_staleness=2),
+        Mode("nesterov", 3, DelayedNesterov(period=4), blocking=False),
+        Mode("quorum 1, s = 1", 3, Quorum(1, 0.5), modes.outer(0.3, 0.5), max_staleness=1),
+        Mode("ssp", 2, Add(), max_staleness=3, blocking=False),
+        modes.diloco(4, 3),
+    ],
+    ids=lambda m: m.name,
+)
+def test_every_mode_learns_among_stalls_failures_and_slow_messages(mode: Mode) -> None:
+    cluster = Cluster(
+        replicas=4,
+        jitter=0.3,
+        stall_share=0.05,
+        latency=0.3,
+        link_jitter=0.5,
+        failure_every=60.0,
+        down_seconds=8.0,
+    )
+    problem = Quadratic()
+    for seed in range(2):
+        outcome = World(cluster, mode, seed=seed, owners=2, problem=problem, lr=0.05).run(steps=240)
+        assert outcome.loss < problem.loss(problem.start()) / 2
+
+
+def test_messages_take_latency_and_the_time_of_their_bytes() -> None:
+    # 4 s of steps; two parts of 50 bytes at 50 bytes/s one after the other, 0.5 s each way, the same back.
+    cluster = Cluster(replicas=1, latency=0.5, bandwidth=50.0, model_bytes=100.0)
+    outcome = World(cluster, modes.asynchronous(4), owners=2).run(steps=12)
+    assert outcome.seconds == pytest.approx(3 * 4 + 2 * (0.5 + 2.0 + 0.5 + 1.0))
+    assert outcome.waited == [pytest.approx(8.0)]
+
+
 def test_a_run_without_an_end_is_refused() -> None:
     with pytest.raises(ValueError, match="give one of them an end"):
         World(Cluster(), modes.strict()).run()

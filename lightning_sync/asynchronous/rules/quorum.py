@@ -68,7 +68,8 @@ class Quorum(Rule):
     ) -> Tensor | None:
         """Delta if this delivery makes the step due, else None."""
         sender = str(contribution.sender)
-        state[_RHYTHM + sender] = _to_tensor(heard(_rhythms(state).get(contribution.sender), facts.now))
+        before = state.get(_RHYTHM + sender)
+        state[_RHYTHM + sender] = _to_tensor(heard(None if before is None else Rhythm(*before.tolist()), facts.now))
         counts = torch.tensor([contribution.samples, contribution.steps], dtype=torch.float64)
         if _PENDING + sender in state:
             state[_PENDING + sender].add_(contribution.values)
@@ -77,6 +78,11 @@ class Quorum(Rule):
             state[_PENDING + sender], state[_COUNTS + sender] = contribution.values.clone(), counts
         self._note_quorum(facts.now, facts.living, state)
         return self.release(values, facts.now, facts.living, state)
+
+    @override
+    def needs(self, replicas: int) -> int:
+        """The quorum."""
+        return min(self.quorum, replicas)
 
     @override
     def due(self, state: dict[str, Tensor], living: Collection[int]) -> float | None:
@@ -115,9 +121,9 @@ class Quorum(Rule):
     @override
     def forget(self, replica: int, state: dict[str, Tensor]) -> None:
         """Nobody knows when a replica that has left will deliver again; what it has delivered counts."""
-        rhythm = _rhythms(state).get(replica)
+        rhythm = state.get(f"{_RHYTHM}{replica}")
         if rhythm is not None:
-            state[f"{_RHYTHM}{replica}"] = _to_tensor(left(rhythm))
+            state[f"{_RHYTHM}{replica}"] = _to_tensor(left(Rhythm(*rhythm.tolist())))
 
     def _note_quorum(self, now: float, living: Collection[int], state: dict[str, Tensor]) -> None:
         delivered = sum(key.startswith(_PENDING) for key in state)
