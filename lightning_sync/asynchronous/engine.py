@@ -131,10 +131,22 @@ class Engine:
             counters=counters,
             on_error=on_error,
         )
-        self.endpoint = self._box.endpoint
+        self.card = f"{self._run.model:016x} {self._box.endpoint}"
+        """What the other ranks must know of this one: its model and where it listens."""
 
-    def connect(self, endpoints: Sequence[str]) -> None:
-        """Start the threads; `endpoints` are those of all ranks, by rank."""
+    def connect(self, cards: Sequence[str]) -> None:
+        """Start the threads; `cards` are those of all ranks, by rank.
+
+        Raises:
+            ValueError: if a rank has another model.
+        """
+        models, endpoints = zip(*(card.split(" ", 1) for card in cards), strict=True)
+        others = [rank for rank, model in enumerate(models) if model != models[0]]
+        if others:
+            raise ValueError(
+                f"Ranks {others} have other trained parameters than rank 0, by name, shape, dtype or order. All ranks "
+                "must build the same model."
+            )
         self._client = Client(
             self._run,
             self._box,

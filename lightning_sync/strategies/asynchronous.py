@@ -65,8 +65,8 @@ class AsyncStrategy(UnwrappedStrategy):
         outer_optimizer: What applies the rule's change to a shard, with the change in place of a gradient: `Nesterov`,
             or a function from a list of tensors to a torch optimiser. `None`: it is subtracted. Momentum at every
             arrival pushes stale contributions on; ``"delayed_nesterov"`` and ``"quorum"`` were made against that.
-        weight: w. `None`: 1 / number of replicas for deltas, with which N replicas that learn the same move the values
-            by one replica's progress, and 1 for gradients. 1 for deltas: all progress is added up, as in classic
+        weight: w. `None`: 1 for gradients, and 1 / number of replicas for deltas, with which N replicas that learn the
+            same move the values by one replica's progress. 1 for deltas: all progress is added up, as in classic
             parameter servers; learns faster and diverges sooner, the more so with momentum and Adam, whose step sizes
             know nothing of the other replicas.
         blocking: Whether a step waits for the exchange before it. False hides the network and reads older values.
@@ -134,6 +134,7 @@ class AsyncStrategy(UnwrappedStrategy):
         self._merge: BufferMerge | None = None
         self._merged: dict[str, Tensor] = {}
         self._samples = 0.0
+        self._options: list[dict[str, Any]] = []
         self._report_at_end: dict[str, float] = {}
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ class AsyncStrategy(UnwrappedStrategy):
             waiting=self._waiting,
         )
         board = Board(_compat.default_store(), f"{self.store_prefix}/boxes")
-        board.put(str(self.global_rank), self.engine.endpoint)
+        board.put(str(self.global_rank), self.engine.card)
         dist.barrier()
         self.engine.connect(board.read_all([str(r) for r in range(self.world_size)]))
         self._merged, self._samples = {}, 0.0
@@ -247,13 +248,14 @@ class AsyncStrategy(UnwrappedStrategy):
             return
         assert self.model is not None
         params = [p for _, p in param_specs(self.model)]
-        self.engine.set_options(self.optimizers[0].param_groups)
+        self.engine.set_options(self._options)
         self.engine.after_step(samples, [torch.zeros_like(p) if p.grad is None else p.grad for p in params])
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """As Lightning's; with ``push="gradient"`` all but the step itself, which is the owners'."""
         if self.push == "delta":
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        self._options = [dict(group) for group in optimizer.param_groups]  # before schedulers change them
         step = optimizer.step
         optimizer.step = _no_step  # type: ignore[method-assign]
         optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers look at

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
+import socket
 import threading
 import time
 from typing import Any
@@ -176,6 +178,16 @@ def test_inf_or_nan_is_not_sent_and_names_the_parameter_and_the_rank() -> None:
     assert all(bool(r.engine.owner.shard.values.isfinite().all()) for r in ranks)
 
 
+def test_a_rank_with_another_model_is_named_before_anything_starts() -> None:
+    ranks = world(1)
+    cards = [ranks[0].engine.card, "0123456789abcdef tcp://127.0.0.1:1"]
+    try:
+        with pytest.raises(ValueError, match=r"Ranks \[1\] have other trained parameters than rank 0"):
+            ranks[0].engine.connect(cards)
+    finally:
+        ranks[0].engine.close()
+
+
 def test_exchanges_that_are_due_while_one_is_under_way_are_counted_and_not_lost() -> None:
     ranks = world(2)
     for rank in ranks:
@@ -191,6 +203,76 @@ def test_exchanges_that_are_due_while_one_is_under_way_are_counted_and_not_lost(
         assert report["coalesced"] > 0
         assert report["achieved_period"] > 1
     assert all(torch.equal(r.flat, torch.full_like(r.flat, -20.0)) for r in ranks)
+
+
+class Proxy:
+    """A connection that can be cut: forwards whatever comes to `port` to `target`."""
+
+    def __init__(self, target: str) -> None:
+        host, port = target.removeprefix("tcp://").rsplit(":", 1)
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open: list[socket.socket] = []
+        self.cuts = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target)
+                self._open += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                sink.sendall(data)
+
+    def cut(self) -> None:
+        self.cuts += bool(self._open)
+        for end in self._open:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        self._open = []
+
+    def close(self) -> None:
+        self._listener.close()
+        self.cut()
+
+
+def test_a_connection_that_is_cut_again_and_again_loses_nothing_and_repeats_nothing() -> None:
+    proxies: list[Proxy] = []
+
+    def through(endpoint: str) -> str:
+        proxies.append(Proxy(endpoint))
+        return proxies[-1].endpoint
+
+    ranks = world(2, through=through)
+    over = threading.Event()
+
+    def scissors() -> None:
+        dice = random.Random(1)
+        while not over.wait(0.1 + 0.2 * dice.random()):
+            for proxy in proxies:
+                proxy.cut()
+
+    cutter = threading.Thread(target=scissors, daemon=True)
+    cutter.start()
+    try:
+        results = run(ranks, lambda r: train(r, 40, seed=4, slow=0.1))
+    finally:
+        over.set()
+        cutter.join()
+        for proxy in proxies:
+            proxy.close()
+    expected = -sum(total for total, _ in results)
+    for _, held in results:
+        assert torch.equal(held, expected)
+    assert sum(proxy.cuts for proxy in proxies) > 3, "nothing was cut"
 
 
 def descriptors() -> int:

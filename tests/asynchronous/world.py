@@ -48,6 +48,14 @@ class Rank:
         )
 
     @property
+    def model(self) -> str:
+        return self.engine.card.split(" ", 1)[0]
+
+    @property
+    def endpoint(self) -> str:
+        return self.engine.card.split(" ", 1)[1]
+
+    @property
     def flat(self) -> Tensor:
         return torch.cat([p.reshape(-1) for p in self.params]).clone()
 
@@ -67,15 +75,17 @@ def flat(change: list[Tensor]) -> Tensor:
     return torch.cat([c.reshape(-1) for c in change])
 
 
-def world(size: int, codec: Codec | None = None, **terms: Any) -> list[Rank]:
-    """Ranks that are connected; close them."""
+def world(
+    size: int, codec: Codec | None = None, through: Callable[[str], str] = lambda endpoint: endpoint, **terms: Any
+) -> list[Rank]:
+    """Ranks that are connected, `through` something that stands before their endpoints; close them."""
     options: dict[str, Any] = {
         "every": 1, "bound": None, "blocking": False, "push": "delta", "weight": 1.0, "rule": Add(),
     }  # fmt: skip
     agreed, secret = Terms(**{**options, **terms}), new_secret()
     ranks = [Rank(r, size, secret, codec or codec_for(Exact()), agreed) for r in range(size)]
     for rank in ranks:
-        rank.engine.connect([r.engine.endpoint for r in ranks])
+        rank.engine.connect([f"{r.model} {through(r.endpoint)}" for r in ranks])
     return ranks
 
 

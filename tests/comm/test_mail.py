@@ -128,7 +128,7 @@ def test_ten_thousand_random_and_mutated_letters_with_the_key_change_nothing_and
             line.linger = 2000
             line.curve_serverkey = line.curve_publickey = zmq.curve_public(real.secret)
             line.curve_secretkey = real.secret
-            line.connect(ranks[0].engine.endpoint)
+            line.connect(ranks[0].endpoint)
             for _ in range(10_000):
                 frames = mutated(outside, dice, length)
                 # Real ranks are 0 to 2; what would be a sound letter of theirs is tested as a repetition below.
