@@ -14,6 +14,16 @@ from lightning_sync.aggregators import (
     TrimmedMean,
     WeightedMean,
 )
+from lightning_sync.asynchronous.rules import (
+    Add,
+    DelayCompensated,
+    DelayedNesterov,
+    Elastic,
+    InverseStaleness,
+    Quorum,
+    Rule,
+)
+from lightning_sync.cluster import newest_checkpoint
 from lightning_sync.compressors import (
     BF16,
     FP8,
@@ -38,6 +48,7 @@ from lightning_sync.compressors import (
     Where,
 )
 from lightning_sync.drift import DriftError
+from lightning_sync.monitor.callback import SyncMonitor
 from lightning_sync.monitor.probe import Probe
 from lightning_sync.nonfinite import NonFiniteError
 from lightning_sync.periodic.outer import Nesterov, SlowMo
@@ -45,6 +56,7 @@ from lightning_sync.periodic.period import Growing, Period, QuadraticRule, Secon
 from lightning_sync.precision import WirePrecision
 from lightning_sync.sampler import SharedSampler
 from lightning_sync.strategies import (
+    AsyncStrategy,
     DelayedStrategy,
     HybridStrategy,
     StrictStrategy,
@@ -64,17 +76,23 @@ __all__ = [
     "QSGD",
     "AcpSGD",
     "Adasum",
+    "Add",
     "Aggregator",
+    "AsyncStrategy",
     "BlockInt4",
     "BlockInt8",
     "ChunkTopK",
     "Compressor",
+    "DelayCompensated",
+    "DelayedNesterov",
     "DelayedStrategy",
     "DriftError",
+    "Elastic",
     "ErrorFeedback",
     "Exact",
     "Growing",
     "HybridStrategy",
+    "InverseStaleness",
     "LocalClipping",
     "MajorityVote",
     "Mean",
@@ -87,9 +105,11 @@ __all__ = [
     "PowerSGD",
     "Probe",
     "QuadraticRule",
+    "Quorum",
     "RandomBlock",
     "RatioWarmup",
     "Route",
+    "Rule",
     "Schedule",
     "Seconds",
     "SharedSampler",
@@ -98,10 +118,12 @@ __all__ = [
     "SlowMo",
     "StrictStrategy",
     "Sum",
+    "SyncMonitor",
     "TrimmedMean",
     "UnwrappedStrategy",
     "WeightedMean",
     "Where",
     "WirePrecision",
+    "newest_checkpoint",
     "strategy",
 ]

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 
 from lightning_sync import aggregators, compressors
 from lightning_sync.aggregators import Aggregator
+from lightning_sync.asynchronous.codec import codec_for
 from lightning_sync.compressors import Compressor, Route, as_route
 from lightning_sync.reducer import carried
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 WRAPPERS = ("ddp", "fsdp", "deepspeed", "model_parallel")
-MODES = ("strict", "hybrid", "delayed")
+MODES = ("strict", "hybrid", "delayed", "asynchronous")
 COMPRESSED = "anything but none"
 NOT_A_MEAN = "anything but a mean"
+UNPAIRED = "what needs all ranks at once"
 UNCARRIED = "what does not carry the aggregator"
 
 
@@ -23,8 +25,8 @@ UNCARRIED = "what does not carry the aggregator"
 class Refusal:
     """A combination that is not allowed.
 
-    Every field is a pattern, as a shell would match it; the compressor's may be `COMPRESSED` or `UNCARRIED`, the
-    aggregator's `NOT_A_MEAN`.
+    Every field is a pattern, as a shell would match it; the compressor's may be `COMPRESSED`, `UNPAIRED` or
+    `UNCARRIED`, the aggregator's `NOT_A_MEAN`.
     """
 
     mode: str
@@ -45,6 +47,8 @@ class Refusal:
         """Whether this refusal applies."""
         if self.compressor == UNCARRIED and is_carried(compressor, aggregator):
             return False
+        if self.compressor == UNPAIRED and is_paired(compressor):
+            return False
         names = (mode, compressor_name(compressor), aggregator_name(aggregator), precision, wrapper)
         patterns = (self.mode, self.compressor, self.aggregator, self.precision, self.wrapper)
         return all(_matches(pattern, name) for pattern, name in zip(patterns, names, strict=True))
@@ -55,7 +59,7 @@ def _matches(pattern: str, name: str) -> bool:
         return name != "none"
     if pattern == NOT_A_MEAN:
         return name not in ("mean", "weighted_mean")
-    return pattern == UNCARRIED or fnmatch.fnmatchcase(name, pattern)
+    return pattern in (UNCARRIED, UNPAIRED) or fnmatch.fnmatchcase(name, pattern)
 
 
 def is_carried(compressor: Compressor | Route | str, aggregator: Aggregator | str) -> bool:
@@ -63,6 +67,15 @@ def is_carried(compressor: Compressor | Route | str, aggregator: Aggregator | st
     route = as_route(compressors.registry.build(compressor))
     chosen = aggregators.registry.build(aggregator)
     return all(carried(c, chosen) is not None for _, c in route.rules)
+
+
+def is_paired(compressor: Compressor | Route | str) -> bool:
+    """Whether a compressor can serve one sender and one reader."""
+    try:
+        codec_for(compressors.registry.build(compressor))
+    except ValueError:
+        return False
+    return True
 
 
 def compressor_name(compressor: Compressor | Route | str) -> str:
@@ -82,6 +95,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("unwrapped", COMPRESSED, "*", "*", "*", "inside a replica gradients are averaged exactly; leave it out"),
     Refusal("unwrapped", "*", NOT_A_MEAN, "*", "*", "inside a replica gradients are averaged exactly; leave it out"),
     Refusal("hybrid", "*", "majority_vote", "*", "*", "votes have no size, so no anchor can be moved by them"),
+    Refusal("asynchronous", "*", NOT_A_MEAN, "*", "*", "contributions come one by one; say how by `rule` and `weight`"),
+    Refusal("asynchronous", UNPAIRED, "*", "*", "*", "it needs all ranks at once, but an exchange has two ends"),
     Refusal("*", UNCARRIED, "*", "*", "*", "it is a sum on the wire, which hides each rank's contribution"),
     *(
         Refusal("*", c, a, p, "*", "this plugin converts gradients itself; never tested with compression")

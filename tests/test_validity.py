@@ -41,7 +41,7 @@ def test_precisions_that_convert_gradients_themselves_are_refused_with_compressi
 
 def test_every_refusal_has_a_reason_and_applies_to_something() -> None:
     precisions = [*PRECISIONS, "transformer-engine", "nf4", "fp4-dq", "int8-training"]
-    modes = ("strict", "hybrid", "delayed", "unwrapped")
+    modes = ("strict", "hybrid", "delayed", "asynchronous", "unwrapped")
     cases = list(product(modes, compressors.registry, aggregators.registry, precisions, WRAPPERS))
     for rule in REFUSALS:
         assert len(rule.reason) > 20
@@ -102,5 +102,5 @@ def test_the_table_of_aggregators_has_a_row_per_mode_and_aggregator_and_a_column
     assert header == f"| strategy | aggregator | {' | '.join(compressors.registry)} |"
     named = [row.split("|")[1:3] for row in rows]
     covered = [(mode.strip(), name.strip()) for modes, name in named for mode in modes.split(",")]
-    assert sorted(covered) == sorted(product(("strict", "hybrid", "delayed"), aggregators.registry))
+    assert sorted(covered) == sorted(product(("strict", "hybrid", "delayed", "asynchronous"), aggregators.registry))
     assert any("median" in row and "| yes | yes | no (" in row for row in rows)

@@ -276,7 +276,9 @@ class Courier:
         if self.failed.is_set() or self._closing or self._agreement.finished:
             return
         step, place = self._agreement.count, self.place
-        clock.tick(now, step, place.paused or self.lives.pausing(self._rank, step))
+        others = (row for row in self.lives.unfinished() if row.rank != self._rank)
+        waiting = place.waiting and any(row.phase != place.phase for row in others)
+        clock.tick(now, step, place.paused or waiting or self.lives.pausing(self._rank, step))
         if clock.percent < 100:
             return
         self._look(now)

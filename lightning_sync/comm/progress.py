@@ -13,11 +13,14 @@ class Place(NamedTuple):
         phase: In words.
         order: Its position within a step: a rank with a smaller one is behind.
         paused: Whether the time spent here is left out of ``step_timeout``, for all ranks.
+        waiting: Whether it is left out for this rank alone, as long as another one does something else: that one may
+            take its own time for a step, and is to blame if it takes more.
     """
 
     phase: str
     order: int
     paused: bool
+    waiting: bool = False
 
 
 SETUP = Place("set-up", 0, True)
@@ -29,6 +32,7 @@ VALIDATION = Place("validation", 5, True)
 SAVING = Place("saving", 6, True)
 COMPILATION = Place("compilation", 2, True)
 OUT_OF_DATA = Place("out of data, while others have some", 6, False)
+SLOWER_REPLICAS = Place("waiting for slower replicas", 6, False, True)
 END = Place("the end of training", 7, True)
 
 

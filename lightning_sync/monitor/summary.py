@@ -55,15 +55,29 @@ class Compressing(Protocol):
         ...
 
 
+@runtime_checkable
+class Reporting(Protocol):
+    """A strategy whose ranks go at their own speed, and say how far apart they were."""
+
+    @property
+    def report(self) -> Mapping[str, float]:
+        """Numbers of this rank, the same names on all ranks."""
+        ...
+
+
 class RunSummary(pl.Callback):
     """Writes ``summary.json`` when, and only when, ``fit`` has finished.
 
     Keys: ``strategy compressor aggregator precision world_size steps train_loss val_loss val_accuracy
-    wire_bytes_per_step compression_ratio skipped_steps exchanges wall_seconds wait_seconds versions``. A value is null
-    where it does not apply (bytes under Lightning's own strategies, accuracy of a language model) or is not finite.
+    wire_bytes_per_step compression_ratio skipped_steps exchanges wall_seconds wait_seconds asynchronous versions``. A
+    value is null where it does not apply (bytes under Lightning's own strategies, accuracy of a language model) or is
+    not finite.
     ``train_loss`` is the mean over the last 50 batches and all ranks, ``val_*`` are those of the last validation,
     ``skipped_steps`` are those left out for inf or NaN (on rank 0), ``wall_seconds`` runs from the first to the last
-    step and includes validation, bytes and waiting are means over the ranks.
+    step and includes validation, bytes and waiting are means over the ranks. ``asynchronous`` holds, for strategies
+    whose ranks go at their own speed, their staleness (in versions of a shard) and clock lead (in exchanges), each as
+    mean, p95 and max, the achieved period in steps, exchanges that were put together, and letters refused: means over
+    the ranks, of a max the largest.
 
     Args:
         directory: The run directory; the file is put there atomically.
@@ -94,8 +108,8 @@ class RunSummary(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Collect the numbers of all ranks while they can still talk to each other."""
         wall_seconds = time.perf_counter() - self._begin
-        counters = _counters(trainer)
-        names = _names(trainer)
+        counters = counters_of(trainer)
+        names = names_of(trainer)
         loss = torch.stack(list(self._losses)).double().mean().item() if self._losses else math.nan
         local = [loss, 0.0, 0.0, math.nan]
         if counters:
@@ -120,6 +134,7 @@ class RunSummary(pl.Callback):
             "exchanges": counters.exchanges if counters else None,
             "wall_seconds": round(wall_seconds, 3),
             "wait_seconds": _finite(round(mean[3], 3)),
+            "asynchronous": _report(trainer),
             "versions": _versions(),
         }
 
@@ -158,14 +173,16 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     Console().print(table)
 
 
-def _counters(trainer: pl.Trainer) -> Counters | None:
+def counters_of(trainer: pl.Trainer) -> Counters | None:
+    """What this rank counts, or `None` if nothing has been counted."""
     # Under Lightning's own ddp a WirePrecision plugin does the reductions, and the counting with it.
     candidates: tuple[object, object] = (trainer.strategy, trainer.precision_plugin)
     counted = (candidate.counters for candidate in candidates if isinstance(candidate, Counted))
     return next((counters for counters in counted if counters.steps), None)
 
 
-def _names(trainer: pl.Trainer) -> Mapping[str, str]:
+def names_of(trainer: pl.Trainer) -> Mapping[str, str]:
+    """Strategy, compressor and aggregator by name."""
     strategy: object = trainer.strategy
     if isinstance(strategy, Described):
         return strategy.describe()
@@ -180,6 +197,19 @@ def _mean_over_ranks(trainer: pl.Trainer, values: list[float]) -> list[float]:
     tensor = torch.tensor(values, dtype=dtype, device=trainer.strategy.root_device)
     reduced = trainer.strategy.reduce(tensor, reduce_op="mean")
     return [float(value) for value in torch.as_tensor(reduced)]
+
+
+def _report(trainer: pl.Trainer) -> dict[str, float] | None:
+    strategy: object = trainer.strategy
+    if not isinstance(strategy, Reporting):
+        return None
+    report = dict(strategy.report)
+    means = _mean_over_ranks(trainer, list(report.values()))
+    largest = trainer.strategy.reduce(
+        torch.tensor(list(report.values()), device=trainer.strategy.root_device), reduce_op="max"
+    )
+    pairs = zip(report, means, torch.as_tensor(largest).tolist(), strict=True)
+    return {name: round(top if name.endswith("_max") else mean, 3) for name, mean, top in pairs}
 
 
 def _finite(value: Tensor | float | None) -> float | None:

@@ -6,7 +6,9 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_sync.asynchronous.rules import DelayedNesterov, Quorum
 from lightning_sync.periodic.outer import Nesterov, SlowMo
+from lightning_sync.strategies.asynchronous import AsyncStrategy
 from lightning_sync.strategies.base import SyncStrategy
 from lightning_sync.strategies.delayed import DelayedStrategy
 from lightning_sync.strategies.hybrid import HybridStrategy
@@ -35,6 +37,11 @@ NAMES: dict[str, tuple[type[SyncStrategy], dict[str, Any]]] = {
     "slowmo": (HybridStrategy, {"sync_every": 12, "outer_optimizer": SlowMo()}),
     "delayed": (DelayedStrategy, {}),
     "easgd": (HybridStrategy, {"sync_every": 10, "elastic": 0.9}),
+    "async": (AsyncStrategy, {}),
+    "asynchronous": (AsyncStrategy, {}),
+    "ssp": (AsyncStrategy, {"max_staleness": 4}),
+    "async_diloco": (AsyncStrategy, {"sync_every": 64, "rule": DelayedNesterov(period=None)}),
+    "decoupled_diloco": (AsyncStrategy, {"sync_every": 64, "rule": Quorum(), "outer_optimizer": Nesterov()}),
 }
 
 
@@ -64,6 +71,7 @@ def strategy(name: str, **options: Any) -> SyncStrategy:
 
 __all__ = [
     "NAMES",
+    "AsyncStrategy",
     "DelayedStrategy",
     "HybridStrategy",
     "StrictStrategy",

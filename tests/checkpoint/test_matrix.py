@@ -59,6 +59,8 @@ def _named(name: str, **options: Any) -> Callable[[Any], SyncStrategy]:
 
 _OFTEN: dict[str, Any] = {"sync_every": 3, "replica": "rank", "warmup_steps": 1}
 _OVERLAP: dict[str, Any] = {"sync_every": 4, "fragments": 2, "overlap_steps": 1}
+# Only ranks that go in step make the same run twice.
+_IN_STEP: dict[str, Any] = {"sync_every": 3, "max_staleness": 0, "blocking": True}
 #: A mode joins by its line here; a name that is registered and has no line fails a test.
 MODES: dict[str, Mode] = {
     "strict": Mode(lambda c: ls.StrictStrategy(c, bucket_cap_mb=0.005)),
@@ -76,7 +78,17 @@ MODES: dict[str, Mode] = {
     "streaming_diloco": Mode(_named("streaming_diloco", **_OFTEN | _OVERLAP), kept={"anchor"}),
     "slowmo": Mode(_named("slowmo", **_OFTEN), kept={"anchor"}),
     "easgd": Mode(_named("easgd", **_OFTEN), kept={"anchor"}),
+    "async": Mode(_named("async", **_IN_STEP), ["none"], kept={"shard"}),
+    "asynchronous": Mode(
+        _named("asynchronous", push="gradient", **{**_IN_STEP, "sync_every": 1}), ["none"], kept={"shard", "moments"}
+    ),
+    "ssp": Mode(_named("ssp", rule="delay_compensated", **_IN_STEP), ["none"], kept={"shard", "rule"}),
+    "async_diloco": Mode(_named("async_diloco", **_IN_STEP), ["none"], kept={"shard", "rule"}),
+    "decoupled_diloco": Mode(
+        lambda c: ls.AsyncStrategy(c, outer_optimizer=ls.Nesterov(), **_IN_STEP), ["none"], kept={"shard", "moments"}
+    ),
 }
+ASYNCHRONOUS = ["async", "asynchronous", "ssp", "async_diloco", "decoupled_diloco"]
 FULL = [*itertools.product((1, 2), ("SGD", "AdamW"))]
 BRIEF = [(1, "AdamW"), (2, "SGD")]
 
@@ -122,9 +134,17 @@ def test_strict_goes_on_bit_for_bit(world_size: int, tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_every_mode_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """A part of the matrix; `tests/slow` has all of it."""
-    for found in run_ranks(matrix, 3, tmp_path, [*MODES], BRIEF, init="env", deadline=175):
+    modes = [name for name in MODES if name not in ASYNCHRONOUS]
+    for found in run_ranks(matrix, 3, tmp_path, modes, BRIEF, init="env", deadline=175):
         assert found == {name: [] for name in found}
-        assert len(found) == sum(len(line.compressors) for line in MODES.values()) * 2
+        assert len(found) == sum(len(MODES[name].compressors) for name in modes) * 2
+
+
+@pytest.mark.dist
+def test_asynchronous_modes_whose_ranks_go_in_step_go_on_bit_for_bit(tmp_path: Path) -> None:
+    for found in run_ranks(matrix, 3, tmp_path, ASYNCHRONOUS, BRIEF, init="env", deadline=175):
+        assert found == {name: [] for name in found}
+        assert len(found) == len(ASYNCHRONOUS) * 2
 
 
 def few_bits(rank: int, world_size: int, folder: Path) -> dict[str, list[str]]:

@@ -1,0 +1,363 @@
+"""Asynchronous: replicas never meet in a step; each exchanges with the owners of the parameters on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sync import _compat
+from lightning_sync.asynchronous.clocks import check_bound
+from lightning_sync.asynchronous.codec import codec_for
+from lightning_sync.asynchronous.engine import Engine, Terms, as_secret, pick_weight
+from lightning_sync.asynchronous.optimizer import check_elementwise
+from lightning_sync.asynchronous.rules import RULES, Rule
+from lightning_sync.checkpoint import ModeState
+from lightning_sync.checks import check_choice, check_flags, check_integer, check_positive, plain_repr
+from lightning_sync.comm.board import Board
+from lightning_sync.comm.groups import Wires, discover_topology, make_wires
+from lightning_sync.comm.mail import new_secret, own_address
+from lightning_sync.comm.progress import SLOWER_REPLICAS
+from lightning_sync.comm.topology import Bytes, Topology
+from lightning_sync.ddp_hook import param_specs
+from lightning_sync.periodic.buffers import BufferMerge, BufferPolicy
+from lightning_sync.periodic.outer import OuterFactory, build_outer
+from lightning_sync.reducer import Reducer
+from lightning_sync.strategies.batchnorm import ReplicaBatchNorm
+from lightning_sync.strategies.unwrapped import UnwrappedStrategy
+from lightning_sync.weights import Contribution
+
+
+class AsyncStrategy(UnwrappedStrategy):
+    r"""Every rank trains at its own speed and exchanges its progress with the owners of the parameters.
+
+    The trained parameters are cut into one float32 shard per rank, kept in its owner's host memory. Every `sync_every`
+    steps a replica sends each owner its part of the *delta* d, what it has learned since it last did, and gets the
+    owner's values v back, while it trains on:
+
+    .. math:: v \leftarrow v - w\, d \quad\text{(or as the rule says)}, \qquad x \leftarrow v + (x - x_{sent})
+
+    Nobody waits for anybody, unless `max_staleness` bounds what is read. A contribution is applied exactly once.
+    Validation, checkpoints and the end of `fit` are *quiet points*: replicas send what they have left, wait for each
+    other and go on from the same values, with buffers merged. Each replica is one rank. Every rank makes the steps that
+    its own limits say (`max_steps` and epochs count each rank's own), so at quiet points fast ranks wait for slow ones.
+
+    Args:
+        sync_every: Steps between two exchanges (1 by default). More sends less and makes contributions larger and
+            staler. If one is due while another is under way, its progress becomes part of the next; the achieved
+            period is reported. With a bound, it waits instead.
+        max_staleness: s of stale-synchronous parallel: a replica at clock c (exchanges finished) goes on only with
+            parameters that contain every replica's updates up to c - s - 1. Smaller waits more. `None`: no bound.
+            It cannot help where one rank is slower for good: all wait for it in the long run.
+        push: What is sent: ``"delta"``, or ``"gradient"``, which owners apply with the module's own optimiser, if that
+            acts element by element (SGD, Adam, ...). Every gradient that arrives is one step of it, so that N replicas
+            make N steps in the time of one; lower the learning rate. A parameter that a step did not use gets a
+            gradient of zero. One optimiser, no loss scaler.
+        rule: What a contribution does: a name (``"add"``, ``"inverse_staleness"``, ``"delay_compensated"``,
+            ``"delayed_nesterov"``, ``"quorum"``) or a `Rule`.
+        outer_optimizer: What applies the rule's change to a shard, with the change in place of a gradient: `Nesterov`,
+            or a function from a list of tensors to a torch optimiser. `None`: it is subtracted. Momentum at every
+            arrival pushes stale contributions on; ``"delayed_nesterov"`` and ``"quorum"`` were made against that.
+        weight: w. `None`: 1 for gradients, and 1 / number of replicas for deltas, with which N replicas that learn the
+            same move the values by one replica's progress. 1 for deltas: all progress is added up, as in classic
+            parameter servers; learns faster and diverges sooner, the more so with momentum and Adam, whose step sizes
+            know nothing of the other replicas.
+        blocking: Whether a step waits for the exchange before it. False hides the network and reads older values.
+        buffers: At quiet points: ``"average"`` (counts: maximum) or ``"rank0"``.
+        **kwargs: See `UnwrappedStrategy`; `replica` is ``"rank"``.
+
+    Memory on top of a plain run: 4 bytes per parameter divided by the number of ranks for the shard, and 20 per
+    parameter in host memory (mark, delta, values fetched, a buffer, the shard's answers); 12 more with a compressor.
+
+    Raises:
+        ValueError, TypeError: for a wrong value or combination, at construction or setup.
+    """
+
+    mode = "asynchronous"
+
+    def __init__(
+        self,
+        *args: Any,
+        sync_every: int = 1,
+        max_staleness: int | None = None,
+        push: Literal["delta", "gradient"] = "delta",
+        rule: Rule | str = "add",
+        weight: float | None = None,
+        outer_optimizer: OuterFactory | None = None,
+        blocking: bool = False,
+        buffers: BufferPolicy = "average",
+        **kwargs: Any,
+    ) -> None:
+        owner = type(self).__name__
+        if kwargs.pop("replica", "rank") != "rank":
+            raise ValueError(f"{owner}: each rank is a replica of its own; leave `replica` out, or use HybridStrategy.")
+        super().__init__(*args, replica="rank", **kwargs)
+        check_integer(owner, 1, sync_every=sync_every)
+        check_bound(owner, max_staleness)
+        check_choice(owner, ("delta", "gradient"), push=push)
+        if push == "gradient" and (sync_every != 1 or outer_optimizer is not None):
+            raise ValueError(
+                f"{owner}(push='gradient', sync_every={sync_every}, outer_optimizer={outer_optimizer!r}): every "
+                "gradient is sent, and the module's own optimiser applies it; leave both out, or use push='delta'."
+            )
+        if outer_optimizer is not None:
+            build_outer(outer_optimizer, [torch.zeros(1)])
+        check_choice(owner, ("average", "rank0"), buffers=buffers)
+        check_positive(owner, weight=weight)
+        check_flags(owner, blocking=blocking)
+        self.rule = RULES.build(rule)
+        if push not in self.rule.pushes:
+            raise ValueError(f"{owner}(rule={self.rule!r}) is for push={' or '.join(self.rule.pushes)}, not {push!r}.")
+        if weight is not None and not self.rule.uses_weight:
+            raise ValueError(f"{owner}(weight={weight!r}): {type(self.rule).__name__} has weights of its own.")
+        if max_staleness is not None and self.rule.holds_back:
+            raise ValueError(
+                f"{owner}(max_staleness={max_staleness!r}): {type(self.rule).__name__} holds contributions back until "
+                "others have come, so no bound on what is read can be kept. Leave one of them out."
+            )
+        self.sync_every = sync_every
+        self.max_staleness = max_staleness
+        self.push = push
+        self.weight = weight
+        self.outer_optimizer = outer_optimizer
+        self.blocking = blocking
+        self.buffers: BufferPolicy = buffers
+        self.engine: Engine | None = None
+        self._wires: Wires | None = None
+        self._merge: BufferMerge | None = None
+        self._merged: dict[str, Tensor] = {}
+        self._samples = 0.0
+        self._options: list[dict[str, Any]] = []
+        self._report_at_end: dict[str, float] = {}
+
+    # ---- set-up ------------------------------------------------------------------------------------------------------
+
+    def batchnorm(self, topology: Topology) -> ReplicaBatchNorm:
+        """Refuse SyncBatchNorm, whose layers wait for all ranks in every forward.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"sync_batchnorm=True does not go with strategy={self.mode!r}: ranks are not to wait for each other in a "
+            "step. Leave it out (running statistics are merged at quiet points), or use 'strict'."
+        )
+
+    def _register_ddp_hooks(self) -> None:
+        """Make the shards, and tell all ranks where they are (collective)."""
+        super()._register_ddp_hooks()
+        module = self.model
+        assert module is not None
+        assert self._executor is not None
+        topology = discover_topology(self.node_rank, self.root_device)
+        self._wires = make_wires(topology, self.counters, self._executor.wait, False, self.group_timeout)
+        self._merge = BufferMerge(module, self.buffers)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """As Lightning's, then make the shards, and tell all ranks where they are (collective).
+
+        Raises:
+            ValueError: for what does not go with ``push="gradient"``.
+        """
+        super().setup_optimizers(trainer)
+        if self._wires is None:  # not in fit
+            return
+        module = self.model
+        assert module is not None
+        assert self.cluster_environment is not None
+        if self.push == "gradient":
+            self._check_gradients()
+        secret = torch.zeros(40, dtype=torch.uint8, device=self.root_device)
+        if self.global_rank == 0:
+            secret.copy_(torch.frombuffer(bytearray(new_secret()), dtype=torch.uint8))
+        dist.broadcast(secret, 0)
+        named, outer = param_specs(module), self.outer_optimizer
+        terms = Terms(
+            self.sync_every,
+            self.max_staleness,
+            self.blocking,
+            self.push,
+            pick_weight(self.weight, self.world_size, self.push),
+            self.rule.for_replicas(self.world_size),
+        )
+        self.engine = Engine(
+            [spec for spec, _ in named],
+            [p for _, p in named],
+            terms,
+            codec_for(self.effective_compressor),
+            topology=self._wires.world.topology,
+            counters=self.counters,
+            secret=as_secret(secret),
+            number=int(self.store_prefix.rsplit("/", 1)[-1], 16),
+            address=own_address(self.cluster_environment.main_address),
+            outer=None if outer is None else lambda values: build_outer(outer, [values]),
+            inner=self.optimizers[0] if self.push == "gradient" else None,
+            on_error=self._report,
+            check=self._check_run,
+            waiting=self._waiting,
+        )
+        board = Board(_compat.default_store(), f"{self.store_prefix}/boxes")
+        board.put(str(self.global_rank), self.engine.card)
+        dist.barrier()
+        self.engine.connect(board.read_all([str(r) for r in range(self.world_size)]))
+        self._merged, self._samples = {}, 0.0
+
+    def _check_gradients(self) -> None:
+        if len(self.optimizers) != 1:
+            raise ValueError(
+                f"push='gradient' needs one optimiser, which owners apply to their shards; the module has "
+                f"{len(self.optimizers)}. Use push='delta', which goes with any number."
+            )
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "push='gradient' does not go with a loss scaler (16-mixed): owners would get scaled gradients. Use "
+                "bf16-mixed, or push='delta'."
+            )
+        check_elementwise(self.optimizers[0])
+
+    def _all_wires(self) -> list[Wires]:
+        return [*super()._all_wires(), *([] if self._wires is None else [self._wires])]
+
+    def _say_bytes(self, reducer: Reducer, per: str = "step") -> None:
+        """Nothing: how much is sent depends on how fast ranks are."""
+
+    def predicted_bytes(self, step: int | None = None) -> Bytes | None:
+        """`None`: how much is sent depends on how fast ranks are."""
+        return None
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def learned(self, own: Contribution) -> None:
+        """Note what the step's data counts for."""
+        self._samples += float(own.weight)
+
+    def after_step(self) -> None:
+        """Exchange, if it is time."""
+        if self.engine is None:
+            return
+        samples, self._samples = self._samples, 0.0
+        if self.push == "delta":
+            self.engine.after_step(samples)
+            return
+        assert self.model is not None
+        params = [p for _, p in param_specs(self.model)]
+        self.engine.set_options(self._options)
+        self.engine.after_step(samples, [torch.zeros_like(p) if p.grad is None else p.grad for p in params])
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; with ``push="gradient"`` all but the step itself, which is the owners'."""
+        if self.push == "delta":
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        self._options = [dict(group) for group in optimizer.param_groups]  # before schedulers change them
+        step = optimizer.step
+        optimizer.step = _no_step  # type: ignore[method-assign]
+        optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers look at
+        try:
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        finally:
+            optimizer.step = step  # type: ignore[method-assign]
+
+    def finish_training(self) -> None:
+        """Send what is left, so that all replicas end with the same values."""
+        self.meet()
+
+    def meet(self) -> None:
+        """Come to a quiet point (all ranks): every replica ends with the owners' values, and merged buffers."""
+        engine = self.engine
+        if engine is None or engine.met or self._wires is None or self._merge is None:
+            return
+        engine.meet()
+        merge, wire, own = self._merge, self._wires.world, self._merge.snapshot()
+
+        def together() -> None:
+            # Also: nobody leaves before all have read, since what a box has not sent yet goes with it.
+            wire.maximum(torch.zeros(1, device=self.root_device))
+            self._merged = merge.merge(own, wire)
+
+        with self._waiting():
+            self.run_job(together, f"merging buffers at step {self.counters.steps}")
+        merge.write(self._merged)
+
+    @contextmanager
+    def _waiting(self) -> Generator[None, None, None]:
+        assert self._watcher is not None
+        with self.counters.waiting(), self._watcher.at(SLOWER_REPLICAS):
+            yield
+
+    def _check_run(self) -> None:
+        if self._watcher is not None:
+            self._watcher.check()
+
+    @property
+    def report(self) -> dict[str, float]:
+        """What this rank has seen, now or, after `fit`, at its end; see `Engine.report`."""
+        return self._report_at_end if self.engine is None else self.engine.report()
+
+    # ---- consensus and state -----------------------------------------------------------------------------------------
+
+    def consensus(self) -> dict[str, Tensor] | None:
+        """The owners' values and merged buffers, as of the quiet point after this step."""
+        if self.engine is None:
+            return None
+        self.meet()
+        return {**self.engine.consensus(), **self._merged}
+
+    def on_validation_start(self) -> None:
+        """Come to a quiet point, then as the base."""
+        trainer = self.attached_trainer()
+        if self.engine is not None and trainer is not None and not trainer.sanity_checking:
+            self.meet()
+        super().on_validation_start()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Come to a quiet point, then save as the base does."""
+        if self._watcher is not None and self._watcher.failure is None:
+            self.meet()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def mode_state(self) -> ModeState:
+        """This rank's shard and clocks; all contributions are in it, since it is saved at quiet points."""
+        if self.engine is None:
+            return ModeState()
+        return ModeState({**self.engine.numbers(), "terms": self._terms}, {}, self.engine.tensors())
+
+    def load_mode_state(self, state: ModeState, *, same: bool) -> Sequence[str]:
+        """Take it over; with other ranks or rules shards start from the consensus."""
+        if self.engine is None or not state.numbers:
+            return state.kinds
+        before, lost = self.counters.state_dict(), []
+        if same and state.numbers.get("terms") == self._terms and state.local:
+            self.engine.load(state.numbers, state.local)
+        else:
+            self.engine.restart()
+            lost = ["clocks, and what the rule remembers"]
+        dist.barrier()  # so that all owners have counted
+        self.counters.load_state_dict(before)  # reading the shards is part of set-up
+        return lost
+
+    @property
+    def _terms(self) -> str:
+        """What a shard's state depends on."""
+        return plain_repr((self.push, self.rule, self.outer_optimizer))
+
+    def _close(self) -> None:
+        if self.engine is not None:
+            self._report_at_end = self.engine.report()
+            self.engine.close()
+        super()._close()
+        self.engine = None
+        self._wires = None
+
+
+def _no_step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    """Run the closure, in which gradients come to be and are clipped; leave the parameters as they are."""
+    return None if closure is None else closure()
