@@ -23,6 +23,7 @@ from lightning_sync.asynchronous.rules import (
     Quorum,
     Rule,
 )
+from lightning_sync.cluster import newest_checkpoint
 from lightning_sync.compressors import (
     BF16,
     FP8,
@@ -47,6 +48,7 @@ from lightning_sync.compressors import (
     Where,
 )
 from lightning_sync.drift import DriftError
+from lightning_sync.monitor.callback import SyncMonitor
 from lightning_sync.monitor.probe import Probe
 from lightning_sync.nonfinite import NonFiniteError
 from lightning_sync.periodic.outer import Nesterov, SlowMo
@@ -116,10 +118,12 @@ __all__ = [
     "SlowMo",
     "StrictStrategy",
     "Sum",
+    "SyncMonitor",
     "TrimmedMean",
     "UnwrappedStrategy",
     "WeightedMean",
     "Where",
     "WirePrecision",
+    "newest_checkpoint",
     "strategy",
 ]

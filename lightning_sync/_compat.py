@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.distributed.distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sync.cluster import early
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -38,8 +41,10 @@ __all__ = [
     "listen_to_compiler",
     "loaded_checkpoint",
     "pin_buckets",
+    "profile_all_threads",
     "replace_signal_handling",
     "requested_precision",
+    "requeue_signal",
     "set_default_group_timeout",
     "stop_listening_to_compiler",
     "take_buffers_from",
@@ -67,7 +72,10 @@ def replace_signal_handling(
     Lightning broadcasts a flag before every training batch, in lock-step and inside an `except Exception` that hides
     dead ranks; and its signal handler broadcasts once more, unmatched if ranks are at different places.
 
-    SIGUSR1 stays as it is where somebody handles it already: the user, or Lightning's requeueing under SLURM.
+    Lightning's requeueing under SLURM saves inside the signal handler, each rank wherever it is, which loses the
+    collectives' order; its signal asks for a stop here as well, and `requeue_signal` tells who is to requeue.
+
+    SIGUSR1 stays as it is where the user handles it already.
 
     Args:
         trainer: The trainer, before it registers its signal handlers.
@@ -85,16 +93,20 @@ def replace_signal_handling(
         request_stop("SIGTERM")
 
     def on_sigusr1(signum: int, frame: Any) -> None:
-        log.info("rank %d received SIGUSR1; all ranks will save and stop before the same batch.", trainer.global_rank)
-        request_stop("SIGUSR1")
+        name = signal.Signals(signum).name
+        log.info("rank %d received %s; all ranks will save and stop before the same batch.", trainer.global_rank, name)
+        request_stop(name)
         if begin_batch is None:
             connector.received_sigterm = True
 
     def register() -> None:
+        came_early = early.take()  # also gives the signal back, so that Lightning sees no handler of the user's
         type(connector).register_signal_handlers(connector)
         sigusr1 = getattr(signal, "SIGUSR1", None)
         if sigusr1 is not None and signal.getsignal(sigusr1) == signal.SIG_DFL:
             connector._register_signal(sigusr1, on_sigusr1)  # Lightning puts back what was there, in its teardown
+        for signum in came_early:
+            on_sigusr1(signum, None)
 
     def before_batch() -> None:
         assert begin_batch is not None
@@ -103,9 +115,21 @@ def replace_signal_handling(
             raise SIGTERMException
 
     connector.register_signal_handlers = register  # type: ignore[method-assign]
+    connector._slurm_sigusr_handler_fn = on_sigusr1  # type: ignore[method-assign,assignment]
     if begin_batch is not None:
         connector._sigterm_notifier_fn = on_sigterm  # type: ignore[method-assign,assignment]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = before_batch  # type: ignore[method-assign]
+
+
+def requeue_signal(trainer: pl.Trainer) -> str | None:
+    """Name of the signal after which the job is to be requeued, as Lightning's SLURM environment has it.
+
+    `None`: not under SLURM, or with ``SLURMEnvironment(auto_requeue=False)``.
+    """
+    environment = trainer._accelerator_connector.cluster_environment
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return None
+    return None if environment.requeue_signal is None else signal.Signals(environment.requeue_signal).name
 
 
 def set_default_group_timeout(timeout: timedelta) -> None:
@@ -231,3 +255,10 @@ class PatientLauncher(_SubprocessScriptLauncher):
 def _after(seconds: float, action: Callable[[], None]) -> None:
     time.sleep(seconds)
     action()
+
+
+def profile_all_threads() -> Any:
+    """What makes torch's profiler see threads that it was not started on. There is no public way."""
+    from torch._C._profiler import _ExperimentalConfig  # late: private, and nobody else needs it
+
+    return _ExperimentalConfig(profile_all_threads=True)

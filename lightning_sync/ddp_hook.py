@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sync.clipping import clip_
 from lightning_sync.comm.counters import Counters
+from lightning_sync.comm.spans import profiling, span
 from lightning_sync.comm.worker import Executor, Promise
 from lightning_sync.marks import GradientMarks
 from lightning_sync.nonfinite import (
@@ -120,6 +121,9 @@ class CommHook:
             job = lambda: self._reduce(buckets, last=last)  # noqa: E731
             where = f"reduction of bucket {bucket.index()} at step {self.counters.steps}"
             self.executor.submit(job, [b.promise for b in buckets], where)
+        if last and profiling() and bucket.buffer().device.type == "cpu":
+            # DDP waits in C++, where no span can be put around it; this waits before it does, at the end of backward.
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: _wait_for(promise))
         return promise.future
 
     def begin_batch(self) -> None:
@@ -234,3 +238,8 @@ class CommHook:
             self.reducer.reduce(bucket.names, bucket.gradients, self._unused(bucket.names))
             if scale is not None:
                 torch._foreach_mul_(bucket.gradients, scale)
+
+
+def _wait_for(promise: Promise) -> None:
+    with span("wait"):
+        promise.future.wait()

@@ -29,16 +29,17 @@ class NonFiniteError(ArithmeticError):
         step: The step, from 0.
         name: The first parameter concerned, in the order of reduction.
         rank: The rank that produced it; `None` if that is not known, because ranks look after the reduction.
+        what: What of the parameter it is.
     """
 
-    def __init__(self, step: int, name: str, rank: int | None = None) -> None:
-        super().__init__(step, name, rank)
-        self.step, self.name, self.rank = step, name, rank
+    def __init__(self, step: int, name: str, rank: int | None = None, what: str = "gradient") -> None:
+        super().__init__(step, name, rank, what)
+        self.step, self.name, self.rank, self.what = step, name, rank, what
 
     def __str__(self) -> str:
         return (
-            f"step {self.step}: {_where(self.name, self.rank)}. Look for a learning rate that is too high, a division "
-            "by zero or a logarithm of 0 in the loss, or bad input; non_finite='skip' leaves such steps out."
+            f"step {self.step}: {_where(self.name, self.rank, self.what)}. Look for a learning rate that is too high, "
+            "a division by zero or a logarithm of 0 in the loss, or bad input; non_finite='skip' leaves such steps out."
         )
 
 
@@ -48,8 +49,8 @@ def check_non_finite(owner: str, value: object) -> None:
         raise ValueError(f"{owner}(non_finite={value!r}): expected 'skip', 'raise' or None.")
 
 
-def _where(name: str, rank: int | None) -> str:
-    kind, place = ("averaged gradient", "") if rank is None else ("gradient", f" on rank {rank}")
+def _where(name: str, rank: int | None, what: str = "gradient") -> str:
+    kind, place = (f"averaged {what}", "") if rank is None else (what, f" on rank {rank}")
     return f"the {kind} of {name!r} holds inf or NaN{place}"
 
 
@@ -104,12 +105,16 @@ class Skips:
         counters: Where they are counted.
         speaks: Whether this rank writes to the log.
         routine: Whether skipping is part of the method, as with a loss scaler: then the log's level is info.
+        ranks: Those that skip together, where they are not all.
     """
 
-    def __init__(self, counters: Counters, *, speaks: bool, routine: bool = False) -> None:
+    def __init__(
+        self, counters: Counters, *, speaks: bool, routine: bool = False, ranks: Sequence[int] | None = None
+    ) -> None:
         self.counters = counters
         self.in_a_row = 0
         self._speaks = speaks
+        self._who = "all ranks" if ranks is None else f"ranks {[*ranks]}"
         self._level = logging.INFO if routine else logging.WARNING
 
     def taken(self) -> None:
@@ -117,7 +122,7 @@ class Skips:
         self.in_a_row = 0
 
     def skipped(self, step: int, name: str, rank: int | None = None) -> None:
-        """A step was skipped, on all ranks.
+        """A step was skipped, on all ranks of a replica.
 
         Raises:
             NonFiniteError: for the 100th in a row.
@@ -125,7 +130,7 @@ class Skips:
         self.counters.skipped_steps += 1
         self.in_a_row += 1
         if self._speaks:
-            log.log(self._level, "Step %d is skipped on all ranks: %s.", step, _where(name, rank))
+            log.log(self._level, "Step %d is skipped on %s: %s.", step, self._who, _where(name, rank))
         if self.in_a_row >= SKIPS_IN_A_ROW:
             raise NonFiniteError(step, name, rank) from RuntimeError(
                 f"{SKIPS_IN_A_ROW} steps in a row were skipped: this run learns nothing"

@@ -36,7 +36,8 @@ def drive_each(
     done: list[tuple[int, list[Sequence[Tensor]]]] = []
 
     def advance(bucket: _Bucket, answers: list[Payload] | None) -> None:
-        payloads = bucket.next_round(answers)
+        with wire.phase("encode" if answers is None else "decode"):
+            payloads = bucket.next_round(answers)
         if payloads:
             under_way.append((bucket, wire.start(payloads)))
         else:

@@ -327,3 +327,22 @@ class State:
                     arena.load({key: value})  # what was inside may have forgotten it
                 else:
                     arena.forget(key)
+
+
+def undelivered_norm(states: Iterable[State]) -> Tensor | None:
+    r"""The Euclidean norm of everything that compressors still owe, over all parameters; `None` if they keep nothing.
+
+    With :math:`e_r` the residuals of this rank, in units of the mean over the ranks, :math:`\|e_r\|_2` as a scalar on
+    their device. One pass over them; a reduction that runs meanwhile may be seen half done.
+    """
+    owed = [
+        tensor
+        for state in states
+        for kind in state.undelivered
+        if kind in state.arenas
+        for _, tensor in list(state.arenas[kind].items())
+    ]
+    if not owed:
+        return None
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.float() for n in torch._foreach_norm(owed)]))
+    return total

@@ -30,15 +30,19 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_sync.cluster import early
+from lightning_sync.cluster.slurm import current_job
 from lightning_sync.entry.callbacks import KeepRunDir, ValidateAtEnd
 from lightning_sync.entry.config import check_arguments, settle
 from lightning_sync.entry.errors import UsageError, concerns_all, missing_package, sentence
+from lightning_sync.entry.jobs import check_job, checkpoint_to_resume
 from lightning_sync.entry.ranks import Ranks, find_ranks, limit_threads
 from lightning_sync.entry.run_dir import agree_on_run_dir
 from lightning_sync.monitor.summary import RunSummary, print_summary
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _STOPPED = 128 + signal.SIGTERM
+_RANK_NAMES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
 
 
 def main() -> None:
@@ -48,11 +52,14 @@ def main() -> None:
     SIGTERM or SIGUSR1 stopped ends with exit code 143, without a summary.
     """
     wanted = os.environ.get(_FULL_ERROR)
+    if current_job() is not None:
+        early.listen()
 
     @hydra.main(version_base="1.3", config_path="pkg://lightning_sync.examples.conf", config_name="train")
     def task(cfg: DictConfig) -> None:
         _restore(wanted)
-        with _one_sentence(traceback=wanted == "1"):
+        # A launcher that runs this elsewhere takes back exceptions, but would wait for a process that leaves.
+        with _one_sentence(traceback=wanted == "1" or _is_launched_elsewhere()):
             run(cfg)
 
     # Makes Hydra raise what it finds wrong while composing, instead of printing several lines and leaving.
@@ -84,6 +91,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     check_arguments(cfg)
     ranks = find_ranks(cfg.trainer.accelerator, _plain(cfg.trainer.devices), cfg.trainer.num_nodes)
     run_dir = agree_on_run_dir(_own_run_dir(cfg, ranks), Path(get_original_cwd()), ranks)
+    check_job(ranks, run_dir)
+    ckpt_path = checkpoint_to_resume(cfg.ckpt_path, run_dir)
     settle(cfg, ranks, run_dir, HydraConfig.get().runtime.choices)
     limit_threads(ranks)
     if cfg.seed is not None:
@@ -94,13 +103,15 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     data = instantiate(cfg.data)
     model = instantiate(cfg.model)
     try:
-        trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path, weights_only=True)
+        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
     except SIGTERMException as error:
         if trainer.is_global_zero:
             why = getattr(trainer.strategy, "stopped_because", None) or "SIGTERM"
             saved = getattr(trainer.strategy, "stopped_at", None)
+            job = getattr(trainer.strategy, "requeued", None)
             text = f"stopped by {why} at step {trainer.global_step}; {run_dir} has no summary"
-            print(text if saved is None else f"{text}; go on with ckpt_path={saved}", file=sys.stderr)
+            text += "" if saved is None else f"; go on with ckpt_path={saved}"
+            print(text if job is None else f"{text}; job {job} is requeued and goes on from there", file=sys.stderr)
         raise SystemExit(_STOPPED) from error
     except (MisconfigurationException, ValueError, TypeError) as error:
         if summary.started:
@@ -110,7 +121,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     finally:
         keep.discard_unstarted(trainer)
     if summary.result is None:
-        raise UsageError(_why_nothing_was_trained(cfg, trainer))
+        raise UsageError(_why_nothing_was_trained(cfg, ckpt_path, trainer))
     if trainer.is_global_zero:
         print_summary(summary.result)
     return summary.result
@@ -122,14 +133,14 @@ def _raised_in(error: BaseException) -> str:
     return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
 
 
-def _why_nothing_was_trained(cfg: DictConfig, trainer: pl.Trainer) -> str:
-    if cfg.ckpt_path is None:
+def _why_nothing_was_trained(cfg: DictConfig, ckpt_path: str | None, trainer: pl.Trainer) -> str:
+    if ckpt_path is None:
         return (
             f"nothing was trained: there are no training batches with trainer.limit_train_batches="
             f"{cfg.trainer.get('limit_train_batches')} and this data; raise it, or give more data or smaller batches."
         )
     return (
-        f"ckpt_path={cfg.ckpt_path} is at step {trainer.global_step} already, so that nothing was trained; "
+        f"ckpt_path={ckpt_path} is at step {trainer.global_step} already, so that nothing was trained; "
         f"raise trainer.max_steps={trainer.max_steps} or trainer.max_epochs={trainer.max_epochs}."
     )
 
@@ -140,14 +151,20 @@ def _own_run_dir(cfg: DictConfig, ranks: Ranks) -> str | None:
     if hydra_cfg.mode != RunMode.MULTIRUN:
         run_dir: str | None = cfg.run_dir
         return run_dir
-    in_one_process = hydra_cfg.launcher["_target_"].endswith("BasicLauncher")
+    in_one_process = not _is_launched_elsewhere()
     if ranks.relaunches or (in_one_process and ranks.count > 1):
         raise UsageError(
             f"multirun (-m) with {ranks.count} ranks: the other ranks are started with the same command line and would "
             "run the whole sweep again, each with its own overrides; accepted: trainer.devices=1, one command per job, "
-            "or a launcher that starts one srun per job (hydra/launcher=submitit_slurm)."
+            "or a launcher that starts one srun per job (hydra/launcher=slurm)."
         )
     return None if cfg.run_dir is None else f"{cfg.run_dir}/{hydra_cfg.job.num}"
+
+
+def _is_launched_elsewhere() -> bool:
+    """Whether this is a job of a sweep that Hydra's launcher runs in a process of its own."""
+    hydra_cfg = HydraConfig.get()
+    return hydra_cfg.mode == RunMode.MULTIRUN and not hydra_cfg.launcher["_target_"].endswith("BasicLauncher")
 
 
 def _build_trainer(cfg: DictConfig, ours: list[pl.Callback]) -> pl.Trainer:
@@ -181,7 +198,7 @@ def _one_sentence(*also: type[Exception], traceback: bool) -> Iterator[None]:
     except blamed as error:
         if traceback:
             raise
-        rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+        rank = next((os.environ[name] for name in _RANK_NAMES if os.environ.get(name)), "0")
         if rank != "0" and concerns_all(error):
             sys.exit(1)
         sys.exit(("" if rank == "0" else f"rank {rank}: ") + f"error: {sentence(error)}")

@@ -14,7 +14,6 @@ Ranks are forked from this process, which has imported everything, and end as or
 
 import argparse
 import os
-import random
 import re
 import shutil
 import signal
@@ -32,152 +31,12 @@ from typing import Any
 
 import torch
 import torch._dynamo  # DDP imports it on first use
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
 
-import lightning_sync as ls
 from lightning_sync.checkpoint import SyncFolder
-from lightning_sync.comm.worker import ThreadExecutor
-from tests.models import Toy, fit
+from tests.killed_ranks import PERIODIC, RANKS, STEP_TIMEOUT, Plan, train
 
-RANKS = 3
-STEP_TIMEOUT = 10.0  # in trials with SIGSTOP
 WITHIN = 10.0
 START_WITHIN = 90.0
-MOMENTS = {
-    "strict": ("compute", "collective", "saving"),
-    "strict, int8": ("compute", "encode", "collective", "saving"),
-    "un-wrapped, one replica": ("compute", "collective", "saving"),
-    "un-wrapped, alone": ("compute", "saving"),
-}
-# Chosen by `--periodic`, so that seeds of the modes above keep meaning what they meant.
-PERIODIC = {
-    "local SGD, int8": ("compute", "encode", "collective", "saving"),
-    "DiLoCo, overlapped": ("compute", "collective", "saving"),
-    "delayed": ("compute", "collective", "saving"),
-}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What happens in one trial."""
-
-    seed: int
-    sign: signal.Signals
-    mode: str
-    victim: int
-    moment: str
-    step: int
-    delay: float
-
-    @classmethod
-    def draw(cls, seed: int, sign: signal.Signals, modes: dict[str, tuple[str, ...]] | None = None) -> "Plan":
-        dice = random.Random(seed)
-        modes = modes or MOMENTS
-        mode = dice.choice(list(modes))
-        moment = dice.choice(modes[mode])
-        return cls(seed, sign, mode, dice.choice([1, 2]), moment, dice.randint(2, 20), dice.random() * 0.04)
-
-    def __str__(self) -> str:
-        return (
-            f"seed {self.seed}: {self.sign.name} to rank {self.victim} of {self.mode!r}, in {self.moment} from step "
-            f"{self.step} on, {1000 * self.delay:.0f} ms after"
-        )
-
-
-class Marks:
-    """Tells the process that kills that the moment has come (on the victim only)."""
-
-    def __init__(self, plan: Plan, rank: int, folder: Path) -> None:
-        self.file = folder / "ready" if rank == plan.victim else None
-        self.moment, self.after = plan.moment, plan.step
-        self.step = 0
-
-    def __call__(self, moment: str) -> None:
-        if self.file is not None and moment == self.moment and self.step >= self.after:
-            self.file.touch()
-            self.file = None
-
-
-class Marked(Toy):
-    """Marks the beginnings of compute and, for what happens in C++, of the collectives."""
-
-    marks: Marks
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        self.marks.step = self.trainer.global_step
-        self.marks("compute")
-        # Those who are not killed come late, so that the victim waits for them in its collectives.
-        time.sleep(0.01 if self.marks.file else 0.03)
-        return super().training_step(batch, batch_idx)
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        if isinstance(self.trainer.strategy, ls.StrictStrategy) and self.trainer.strategy.is_stock:
-            self.marks("collective")
-
-
-class MarkedInt8(ls.BlockInt8):
-    """Marks the beginning of encoding."""
-
-    def encode(self, blocks: Any) -> Any:
-        _mark_now("encode")
-        return super().encode(blocks)
-
-    def encode_(self, blocks: Any) -> Any:
-        _mark_now("encode")
-        return super().encode_(blocks)
-
-
-_mark_now: Callable[[str], None] = lambda moment: None  # noqa: E731
-
-
-def strategy(mode: str, **options: Any) -> Any:
-    if mode == "strict":
-        return ls.StrictStrategy(bucket_cap_mb=0.005, **options)
-    if mode == "strict, int8":
-        return ls.StrictStrategy(bucket_cap_mb=0.005, compressor=MarkedInt8(), **options)
-    if mode == "local SGD, int8":
-        return ls.strategy("local_sgd", sync_every=4, compressor=MarkedInt8(), **options)
-    if mode == "DiLoCo, overlapped":
-        return ls.strategy("diloco", sync_every=5, overlap_steps=2, warmup_steps=2, **options)
-    if mode == "delayed":
-        return ls.strategy("delayed", **options)
-    return ls.UnwrappedStrategy(replica=RANKS if mode == "un-wrapped, one replica" else "rank", **options)
-
-
-def train(rank: int, plan: Plan, folder: Path, port: int, resume: Path | None) -> None:
-    """What every rank of a trial runs; with `resume`, two steps from that checkpoint on."""
-    global _mark_now
-    torch.manual_seed(0)
-    module = Marked()
-    module.marks = _mark_now = Marks(plan, rank, folder)
-    wait, write = ThreadExecutor.wait, SyncFolder.write
-
-    def marked_wait(self: Any, work: Any) -> None:
-        module.marks("collective")
-        wait(self, work)
-
-    def marked_write(self: Any, state: Any) -> Any:
-        module.marks("saving")
-        time.sleep(0.02)
-        return write(self, state)
-
-    if resume is None:
-        ThreadExecutor.wait = marked_wait  # type: ignore[method-assign]
-        SyncFolder.write = marked_write  # type: ignore[method-assign]
-    options = {} if plan.sign == signal.SIGKILL else {"step_timeout": STEP_TIMEOUT}
-    steps = 100_000 if resume is None else 2 + int(str(resume.stem).rpartition("=")[2])
-    callbacks = [ModelCheckpoint(folder / "saved", every_n_train_steps=3, save_top_k=-1, filename="{step}")]
-    trainer = fit(
-        module,
-        strategy(plan.mode, stacks_dir=folder / "stacks", **options),
-        RANKS,
-        max_steps=steps,
-        ckpt_path=resume,
-        callbacks=callbacks if resume is None else [],
-        enable_checkpointing=resume is None,
-    )
-    print(f"went on to step {trainer.global_step}", flush=True)
 
 
 def free_port() -> int:
@@ -213,7 +72,7 @@ def start(plan: Plan, folder: Path, resume: Path | None = None) -> list[int]:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         try:
-            train(rank, plan, folder, port, resume)
+            train(rank, plan, folder, resume)
         except Exception:
             traceback.print_exc()
             raise _EndOfRank(1) from None

@@ -25,6 +25,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sync import _compat
+from lightning_sync.cluster import early
+from lightning_sync.comm import spans
 
 
 @pytest.fixture
@@ -104,16 +106,32 @@ def test_sigusr1_is_listened_to_unless_somebody_does_already(trainer: Trainer) -
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs SIGUSR1")
-def test_lightnings_requeueing_keeps_sigusr1(trainer: Trainer) -> None:
+def test_lightnings_requeue_signal_asks_for_a_stop_instead_of_saving_in_the_handler(trainer: Trainer) -> None:
+    asked: list[str] = []
+    assert _compat.requeue_signal(trainer) is None
     trainer._accelerator_connector.cluster_environment = SLURMEnvironment(
         auto_requeue=True, requeue_signal=signal.SIGUSR1
     )
     connector = trainer._signal_connector
-    _compat.replace_signal_handling(trainer, lambda why: None, lambda: False)
+    assert parameters(type(connector)._slurm_sigusr_handler_fn) == ["self", "signum", "_"]
+    assert _compat.requeue_signal(trainer) == "SIGUSR1"
+    _compat.replace_signal_handling(trainer, asked.append, lambda: False)
     connector.register_signal_handlers()
-    handler: Any = signal.getsignal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)
     connector.teardown()
-    assert handler.signal_handlers == [connector._slurm_sigusr_handler_fn]
+    assert asked == ["SIGUSR1"]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs SIGUSR1")
+def test_a_signal_that_came_before_training_asks_for_a_stop_when_it_begins(trainer: Trainer) -> None:
+    asked: list[str] = []
+    early.listen()
+    signal.raise_signal(signal.SIGUSR1)
+    _compat.replace_signal_handling(trainer, asked.append, lambda: False)
+    trainer._signal_connector.register_signal_handlers()
+    trainer._signal_connector.teardown()
+    assert asked == ["SIGUSR1"]
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
 def test_the_time_out_of_the_default_group(alone: None) -> None:
@@ -252,7 +270,26 @@ def test_loaded_checkpoint(trainer: Trainer) -> None:
     assert _compat.loaded_checkpoint(trainer) == {}
 
 
+def test_a_profiler_of_all_threads_hears_of_spans_on_others() -> None:
+    heard = []
+
+    def work() -> None:
+        heard.append(spans.profiling())
+        with spans.span("here"):
+            torch.ones(3).sum()
+
+    options = {"activities": [torch.profiler.ProfilerActivity.CPU]}
+    with torch.profiler.profile(**options, experimental_config=_compat.profile_all_threads()) as profiler:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert "lightning_sync::here" in {event.name for event in profiler.events()}
+    assert heard == [True]
+    assert not spans.profiling()
+
+
 TESTED = {
+    "_ExperimentalConfig",
     "_checkpoint_connector",
     "_forward_cache",
     "_results",
@@ -270,6 +307,7 @@ TESTED = {
     "_precision_flag",
     "_register_signal",
     "_signal_connector",
+    "_slurm_sigusr_handler_fn",
     "_sigterm_notifier_fn",
     "_sleep_period",
     "_terminate_all",

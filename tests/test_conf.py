@@ -25,6 +25,7 @@ def choices(module: str) -> list[tuple[str, str]]:
     """All (group, choice) pairs below a configuration package."""
     root = Path(str(resources.files(module)))
     found = [path.relative_to(root) for path in sorted(root.rglob("*.yaml"))]
+    found = [path for path in found if path.parts[0] != "hydra"]  # for Hydra itself, not for a run
     return [(path.parent.as_posix(), path.stem) for path in found if path.parent != Path()]
 
 
@@ -110,6 +111,15 @@ def test_entry_choice_instantiates(entry: Any, group: str, choice: str) -> None:
             instantiate(node, _convert_="all")
     else:
         instantiate(cfg[group], _convert_="all")
+
+
+def test_the_launcher_for_sweeps_instantiates_in_another_application(foreign: Any, tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs hydra-submitit-launcher")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        cfg = compose("app", overrides=["hydra/launcher=slurm"], return_hydra_config=True)
+    launcher = instantiate(cfg.hydra.launcher)
+    assert launcher.params["tasks_per_node"] == 2
+    assert launcher.params["nodes"] == 1
 
 
 @pytest.mark.parametrize(

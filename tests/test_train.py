@@ -49,7 +49,9 @@ def test_a_run_leaves_a_summary_checkpoints_and_logs(train: Command, tmp_path: P
     assert summary["val_accuracy"] > 0.3
     assert summary["wire_bytes_per_step"] is summary["compression_ratio"] is summary["wait_seconds"] is None
     assert summary["versions"]["lightning"] == "2.6.6"
-    assert {path.name for path in folder.iterdir()} == {"summary.json", "config.yaml", "checkpoints", "csv"}
+    left = {path.name for path in folder.iterdir()}
+    assert left == {"summary.json", "config.yaml", "checkpoints", "csv", "telemetry"}
+    assert {path.name for path in (folder / "telemetry").iterdir()} == {"rank-0.jsonl", "rank-1.jsonl"}
     assert (folder / "checkpoints" / "last.ckpt").exists()
     assert "val_loss" in (folder / "csv" / "version_0" / "metrics.csv").read_text()
     assert "world_size" in done.stdout

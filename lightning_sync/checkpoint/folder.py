@@ -34,9 +34,9 @@ class SyncFolder:
 
     @classmethod
     def holding(cls, checkpoint: str | os.PathLike[str], save: str) -> SyncFolder | None:
-        """The folder that holds a save, beside the checkpoint or beside what it is a link to."""
+        """The folder that holds a save, whole or damaged, beside the checkpoint or beside what it is a link to."""
         candidates = [cls(checkpoint), cls(os.path.realpath(checkpoint))]
-        return next((f for f in candidates if (f.path / save / MANIFEST).is_file()), None)
+        return next((f for f in candidates if (f.path / save).is_dir()), None)
 
     def saves(self) -> list[str]:
         """Complete saves, the newest last."""

@@ -12,6 +12,8 @@ from typing import Any
 from lightning_sync.checkpoint.plain import StateFileError, is_count, require
 
 FORMAT = 2
+#: The key under which the ordinary checkpoint names the folder beside it.
+TAG = "lightning_sync"
 LOCAL = ("all", "consensus")
 _SAVE = re.compile(r"[0-9a-f]{16}-[0-9]{6,}")
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -124,6 +126,7 @@ class Manifest:
             local=raw["local"],
         )
         require(manifest.checksum == raw["checksum"], "the manifest's checksum does not match its content")
+        require(manifest.to_json() == text, "the manifest says the same in another way than it was written")
         return manifest
 
 

@@ -8,9 +8,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
+from lightning_sync.comm.spans import span
 from lightning_sync.comm.topology import Bytes
+
+Phase = Literal["encode", "wire", "decode"]
 
 
 @dataclass
@@ -28,6 +31,13 @@ class Counters:
         dense: What ring all-reduces of the uncompressed gradients would have sent.
         wait_seconds: Time the training thread stood still, waiting for a reduction to end; `None` where it is torch
             that waits and nothing can be measured (strict without a compressor).
+        encode_seconds: Time spent on making what is sent, up to the first payload of each reduction.
+        wire_seconds: Time in which reductions stood still until a collective was done. What was encoded or decoded
+            while a collective travelled is not in it.
+        decode_seconds: Time spent on what has come: decoding, combining, and encoding again for a further round.
+
+    The last three add up to the time that reductions take; `wait_seconds` is the part of it that training stood still
+    for, so that the rest was overlapped. They are `None` on CUDA, where the host only issues work.
     """
 
     steps: int = 0
@@ -39,6 +49,9 @@ class Counters:
     sent: Bytes = field(default_factory=Bytes)
     dense: Bytes = field(default_factory=Bytes)
     wait_seconds: float | None = 0.0
+    encode_seconds: float | None = 0.0
+    wire_seconds: float | None = 0.0
+    decode_seconds: float | None = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, object]:
@@ -64,7 +77,7 @@ class Counters:
         for name, value in state.items():
             if isinstance(getattr(self, name), Bytes):
                 setattr(self, name, Bytes(Fraction(*value[:2]), Fraction(*value[2:])))
-            elif name != "wait_seconds" or self.wait_seconds is not None:
+            elif not name.endswith("_seconds") or getattr(self, name) is not None:
                 setattr(self, name, value or 0)
 
     def count(self, payload: int, sent: Bytes, messages: int = 0) -> None:
@@ -100,9 +113,28 @@ class Counters:
         """Add the time spent inside to `wait_seconds`."""
         start = time.perf_counter()
         try:
-            yield
+            with span("wait"):
+                yield
         finally:
             self.wait_seconds = (self.wait_seconds or 0.0) + time.perf_counter() - start
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Add the time spent inside to ``encode_seconds``, ``wire_seconds`` or ``decode_seconds`` (any thread)."""
+        start = time.perf_counter()
+        try:
+            with span(name):
+                yield
+        finally:
+            seconds, field_name = time.perf_counter() - start, f"{name}_seconds"
+            with self._lock:
+                total = getattr(self, field_name)
+                if total is not None:
+                    setattr(self, field_name, total + seconds)
+
+    def leave_phases_out(self) -> None:
+        """Measure no phases: for devices on which the host only issues work."""
+        self.encode_seconds = self.wire_seconds = self.decode_seconds = None
 
     @property
     def compression_ratio(self) -> float | None:

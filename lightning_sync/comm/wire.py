@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sync.comm.counters import Counters
+from lightning_sync.comm.counters import Counters, Phase
 from lightning_sync.comm.topology import Bytes, Topology
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ class Wire(ABC):
     @abstractmethod
     def any(self, flags: Tensor) -> Tensor:
         """Element-wise maximum over the ranks of an integer tensor (in place): 1 where any rank has 1."""
+
+    def phase(self, name: Phase) -> AbstractContextManager[None]:
+        """A context for one phase of a reduction over this wire; one that keeps no time does nothing."""
+        return nullcontext()
 
 
 class GroupWire(Wire):
@@ -67,7 +72,15 @@ class GroupWire(Wire):
         self.counters = counters
         self.rank = topology.rank
         self.size = topology.size
-        self._wait = wait or (lambda work: work.wait())
+        self._block = wait or (lambda work: work.wait())
+
+    @override
+    def phase(self, name: Phase) -> AbstractContextManager[None]:
+        return self.counters.phase(name)
+
+    def _wait(self, work: dist.Work) -> None:
+        with self.counters.phase("wire"):
+            self._block(work)
 
     @override
     def start(self, payloads: Sequence[Payload]) -> Callable[[], list[Payload]]:

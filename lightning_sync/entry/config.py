@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_sync.entry.errors import UsageError
+from lightning_sync.entry.jobs import NEWEST
 from lightning_sync.entry.ranks import Ranks
 
 DEFAULT_STEPS = 1000
@@ -31,9 +32,10 @@ def check_arguments(cfg: DictConfig) -> None:
     for name in ("run_dir", "ckpt_path"):
         if cfg[name] is not None and not isinstance(cfg[name], str):
             raise UsageError(f"{name}={cfg[name]}: accepted: a path or null.")
-    if cfg.ckpt_path not in (None, "last") and not Path(cfg.ckpt_path).exists():
+    if cfg.ckpt_path not in (None, "last", NEWEST) and not Path(cfg.ckpt_path).exists():
         raise UsageError(
-            f"ckpt_path={cfg.ckpt_path}: there is no such file; accepted: a checkpoint, last, or null.", on_all=False
+            f"ckpt_path={cfg.ckpt_path}: there is no such file; accepted: a checkpoint, newest, last, or null.",
+            on_all=False,
         )
 
 

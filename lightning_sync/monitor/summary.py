@@ -69,8 +69,8 @@ class RunSummary(pl.Callback):
     """Writes ``summary.json`` when, and only when, ``fit`` has finished.
 
     Keys: ``strategy compressor aggregator precision world_size steps train_loss val_loss val_accuracy
-    wire_bytes_per_step compression_ratio skipped_steps exchanges wall_seconds wait_seconds asynchronous versions``. A
-    value is null where it does not apply (bytes under Lightning's own strategies, accuracy of a language model) or is
+    wire_bytes_per_step compression_ratio skipped_steps exchanges wall_seconds wait_seconds asynchronous versions``.
+    A value is null where it does not apply (bytes under Lightning's own strategies, accuracy of a language model) or is
     not finite.
     ``train_loss`` is the mean over the last 50 batches and all ranks, ``val_*`` are those of the last validation,
     ``skipped_steps`` are those left out for inf or NaN (on rank 0), ``wall_seconds`` runs from the first to the last
@@ -108,8 +108,8 @@ class RunSummary(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Collect the numbers of all ranks while they can still talk to each other."""
         wall_seconds = time.perf_counter() - self._begin
-        counters = _counters(trainer)
-        names = _names(trainer)
+        counters = counters_of(trainer)
+        names = names_of(trainer)
         loss = torch.stack(list(self._losses)).double().mean().item() if self._losses else math.nan
         local = [loss, 0.0, 0.0, math.nan]
         if counters:
@@ -173,14 +173,16 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     Console().print(table)
 
 
-def _counters(trainer: pl.Trainer) -> Counters | None:
+def counters_of(trainer: pl.Trainer) -> Counters | None:
+    """What this rank counts, or `None` if nothing has been counted."""
     # Under Lightning's own ddp a WirePrecision plugin does the reductions, and the counting with it.
     candidates: tuple[object, object] = (trainer.strategy, trainer.precision_plugin)
     counted = (candidate.counters for candidate in candidates if isinstance(candidate, Counted))
     return next((counters for counters in counted if counters.steps), None)
 
 
-def _names(trainer: pl.Trainer) -> Mapping[str, str]:
+def names_of(trainer: pl.Trainer) -> Mapping[str, str]:
+    """Strategy, compressor and aggregator by name."""
     strategy: object = trainer.strategy
     if isinstance(strategy, Described):
         return strategy.describe()

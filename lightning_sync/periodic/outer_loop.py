@@ -95,6 +95,9 @@ class OuterLoop:
         self._counted: dict[int, Weight] = {}
         self._names = {id(a): n for f in self.fragments for n, a in zip(f.names, f.anchor, strict=True)}
         self._scratch: dict[torch.dtype, Tensor] = {}
+        self._distances: dict[int, Tensor] = {}
+        self._last_step: int | None = None
+        self._steps_between: int | None = None
 
     @property
     def wire(self) -> GroupWire:
@@ -151,6 +154,9 @@ class OuterLoop:
             rate = torch.tensor([flight.inner_lr / self.wire.size], device=fragment.flat.device)
             self.wire.round([Payload("sum", (rate,))])
             flight.inner_lr = float(rate)
+        if index == len(self.fragments) - 1:
+            self._steps_between = None if self._last_step is None else step - self._last_step
+            self._last_step = step
         part = None if flight.own is None else self._weigh(flight.own)
         bucketwise = steps_apart(self.optimizer)
         for place in self.reducer.reduce_each(self._differences(fragment, flight.deltas, step)):
@@ -174,13 +180,17 @@ class OuterLoop:
     def _differences(
         self, fragment: Fragment, taken: list[Tensor], step: int
     ) -> Iterator[tuple[list[str], list[Tensor]]]:
+        norms: list[Tensor] = []
         for place, bucket in enumerate(fragment.buckets):
             fragment.subtract(self._buffer(fragment), place)
             names, deltas = [fragment.names[i] for i in bucket], [taken[i] for i in bucket]
             name = first_nonfinite(names, deltas)
             if name is not None:
-                raise NonFiniteError(step, name, self.wire.rank)
+                raise NonFiniteError(step, name, self.wire.rank, "distance from the anchor")
+            norms += torch._foreach_norm(deltas)  # one pass per exchange, where parameters have just been read
             yield names, deltas
+        if norms:
+            self._distances[self.fragments.index(fragment)] = torch.stack(norms).norm()
 
     def _move_anchor(self, flight: InFlight, fragment: Fragment, members: Sequence[int]) -> None:
         for i in members:
@@ -226,6 +236,19 @@ class OuterLoop:
         for fragment in self.fragments:
             values.update(zip(fragment.names, fragment.anchor, strict=True))
         return values
+
+    def telemetry(self) -> dict[str, float | Tensor]:
+        r"""What the last exchange has shown.
+
+        ``consensus_distance`` is :math:`\|a - w_r\|_2` over all parameters, just before this replica's differences were
+        combined; ``period`` the steps between the last two exchanges of all fragments.
+        """
+        found: dict[str, float | Tensor] = {}
+        if self._distances:
+            found["consensus_distance"] = torch.stack([d.float() for d in self._distances.values()]).norm()
+        if self._steps_between is not None:
+            found["period"] = float(self._steps_between)
+        return found
 
     def numbers(self) -> dict[str, int | float]:
         """Counts and learning rates, and what this rank has learned from. No exchange may be running."""

@@ -160,6 +160,8 @@ class WirePrecision(Precision):
         self._keeper = _keeper(model.module, self.compressor, self.counters)
         device = next(model.parameters()).device
         executor = executor_for(device, self.step_timeout)
+        if device.type == "cuda":
+            self.counters.leave_phases_out()
         node = _node_rank(model.module)
         wires = make_wires(discover_topology(node, device), self.counters, executor.wait, timeout=self.step_timeout)
         reducer = Reducer([spec for spec, _ in param_specs(model.module)], to_route(self.compressor), wires)

@@ -77,8 +77,14 @@ class Alarms:
             module = strategy.lightning_module
             assert module is not None
             named = [(spec.name, p) for spec, p in param_specs(module) if spec.name not in self._ignored()]
-            leads = strategy.leaders()[strategy.global_rank] == strategy.global_rank
-            self._gradients = GradientCheck(named, non_finite, Skips(strategy.counters, speaks=leads))
+            leaders, rank = strategy.leaders(), strategy.global_rank
+            replica = [r for r, first in enumerate(leaders) if first == leaders[rank]]
+            skips = Skips(
+                strategy.counters,
+                speaks=replica[0] == rank,
+                ranks=None if len(replica) == len(leaders) else replica,
+            )
+            self._gradients = GradientCheck(named, non_finite, skips)
         self._open_drift()
 
     def _open_drift(self) -> None:

@@ -240,6 +240,8 @@ class SyncStrategy(ModeHooks, Fed):
     def _make_executor(self, device: torch.device | None = None) -> Executor:
         """A thread (or stream) for reductions, tied to the watcher both ways."""
         assert self._watcher is not None
+        if self.root_device.type == "cuda":
+            self.counters.leave_phases_out()
         executor = executor_for(device or self.root_device, self.group_timeout, self._report)
         self._executors.append(executor)
         self._watcher.count_rounds(lambda: sum(e.rounds for e in self._executors))

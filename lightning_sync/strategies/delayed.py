@@ -161,6 +161,9 @@ class DelayedStrategy(UnwrappedStrategy):
             self._late.arrive()
             self._late.buffers.write(self._late.merged_buffers)
 
+    def telemetry(self) -> dict[str, float | Tensor]:  # noqa: D102 - inherited
+        return {**super().telemetry(), "staleness": float(self.delay)}
+
     # ---- consensus and state -----------------------------------------------------------------------------------------
 
     def consensus(self) -> dict[str, Tensor] | None:

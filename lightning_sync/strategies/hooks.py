@@ -6,9 +6,11 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_sync.checkpoint import ModeState, ReplicaState
+from lightning_sync.reducer import Reducer
+from lightning_sync.state import undelivered_norm
 
 
 class ModeHooks:
@@ -22,6 +24,7 @@ class ModeHooks:
     mode: str
     equal_buffers: ClassVar[bool] = False
     world_size: int
+    _reducer: Reducer | None
 
     @abstractmethod
     def after_backward(self) -> None:
@@ -68,3 +71,13 @@ class ModeHooks:
             collective: Whether all ranks ask, so that it may be found out by communicating.
         """
         return ()
+
+    def telemetry(self) -> dict[str, float | Tensor]:
+        """What is known now on this rank, beside the totals in ``counters`` (no collective; called every few steps).
+
+        Names are those of ``sync/...`` metrics; a scalar tensor is read by whoever asks. Here ``residual_norm``: what
+        compressors still owe. A mode adds what it alone knows: ``period``, ``consensus_distance``, ``staleness``,
+        ``clock_lead``.
+        """
+        norm = None if self._reducer is None else undelivered_norm(self._reducer.states())
+        return {} if norm is None else {"residual_norm": norm}

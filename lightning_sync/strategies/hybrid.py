@@ -323,6 +323,9 @@ class HybridStrategy(UnwrappedStrategy):
                 promise.future.wait()
             self.check_jobs(self._executors[-1])
 
+    def telemetry(self) -> dict[str, float | Tensor]:  # noqa: D102 - inherited
+        return super().telemetry() | (self._loop.telemetry() if self._loop is not None else {})
+
     # ---- consensus and state -----------------------------------------------------------------------------------------
 
     def consensus(self) -> dict[str, Tensor] | None:
@@ -348,8 +351,7 @@ class HybridStrategy(UnwrappedStrategy):
         if self._loop is None:
             return ModeState()
         numbers: dict[str, Any] = {**self._loop.numbers(), **self.schedule.state_dict()}
-        numbers["step"] = self._step
-        numbers["stale"] = " ".join(map(str, sorted(self._stale)))
+        numbers["step"], numbers["stale"] = self._step, " ".join(map(str, sorted(self._stale)))
         numbers["timing"], numbers["outer"] = self._timing, plain_repr(self._outer_factory())
         return ModeState(numbers, self._loop.tensors())
 
@@ -394,6 +396,5 @@ class HybridStrategy(UnwrappedStrategy):
 
     def _close(self) -> None:
         super()._close()
-        self._loop = None
-        self._warm = None
+        self._loop = self._warm = None
         self._pending = {}

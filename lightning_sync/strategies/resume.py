@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sync import _compat, compressors
 from lightning_sync.checkpoint import FileEntry, Manifest, ParamEntry, RankState, SyncFolder
-from lightning_sync.checkpoint.manifest import file_name, is_save
+from lightning_sync.checkpoint.manifest import TAG, file_name, is_save
 from lightning_sync.checkpoint.plain import dtype_name, require
 from lightning_sync.checkpoint.rngs import generators_state
 from lightning_sync.checks import plain_repr
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The key under which the ordinary checkpoint names the folder beside it.
-TAG = "lightning_sync"
 _SAVE_WITHIN = 1800.0
 # When to say how large the state is: above 2 GiB, or 4 times the ordinary checkpoint if that is not a toy's.
 _LARGE, _NOTABLE, _TIMES = 2 * 2**30, 64 * 2**20, 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -14,11 +15,17 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_sync import _compat
+from lightning_sync.cluster.requeue import is_to_requeue, requeue
+from lightning_sync.cluster.slurm import Job, current_job
+from lightning_sync.comm.board import Board
 from lightning_sync.comm.progress import COMPILATION, END, FORWARD, SAVING, SETUP, VALIDATION, Place
 from lightning_sync.comm.watch import Watcher
 from lightning_sync.strategies.meetings import Meetings
 
+log = logging.getLogger(__name__)
+
 _AGREED_WITHIN = 10.0
+_REQUEUED_WITHIN = 120.0  # longer than all attempts of rank 0 take
 
 
 class Watched(Meetings):
@@ -27,6 +34,7 @@ class Watched(Meetings):
     Attributes:
         stopped_because: Why ranks agreed to stop, once they have; with the rank that asked.
         stopped_at: The checkpoint that was saved then.
+        requeued: The SLURM job that was put back into the queue then; None if none was.
         store_prefix: What the keys of this fit in the store start with.
     """
 
@@ -34,8 +42,12 @@ class Watched(Meetings):
     stacks_dir: str | Path | None
     stopped_because: str | None = None
     stopped_at: str | None = None
+    requeued: str | None = None
     store_prefix: str = ""
     _watcher: Watcher | None = None
+    _job: Job | None = None
+    _requeue_signal: str | None = None
+    _signal: str | None = None
     _listening: _compat.Listener | None = None
     _outside_validation: Place = SETUP
     _outside_compilation: Place = SETUP
@@ -52,7 +64,9 @@ class Watched(Meetings):
     def start_watching(self, trainer: Trainer, run: str) -> Watcher:
         """Make the watcher of one fit (all ranks; `run` is its random id)."""
         log_dir = trainer.log_dir if self.stacks_dir is None else None  # a broadcast: all ranks or none
-        self.stopped_because = self.stopped_at = None
+        self.stopped_because = self.stopped_at = self.requeued = self._signal = None
+        self._requeue_signal = _compat.requeue_signal(trainer)
+        self._job = None if self._requeue_signal is None else current_job()
         self.store_prefix = f"lightning_sync/{run}"
         self._watcher = Watcher(
             _compat.default_store(),
@@ -65,9 +79,7 @@ class Watched(Meetings):
             store_timeout=max(10.0, self.step_timeout),
             stacks=Path(self.stacks_dir or Path(log_dir or trainer.default_root_dir) / "stacks"),
         )
-        _compat.replace_signal_handling(
-            trainer, self._watcher.request_stop, self._begin_batch if self.world_size > 1 else None
-        )
+        _compat.replace_signal_handling(trainer, self._request_stop, self._begin_batch if self.world_size > 1 else None)
         return self._watcher
 
     def after_setup(self) -> None:
@@ -139,6 +151,12 @@ class Watched(Meetings):
 
     # ---- stops -------------------------------------------------------------------------------------------------------
 
+    def _request_stop(self, signal: str) -> None:
+        """In a signal handler: attributes only."""
+        self._signal = signal
+        if self._watcher is not None:
+            self._watcher.request_stop(signal)
+
     def _begin_batch(self) -> bool:
         assert self._watcher is not None
         stops = self._watcher.begin_step()
@@ -150,7 +168,7 @@ class Watched(Meetings):
         """Save after a stop of the only rank, for which Lightning has raised already."""
         if self._watcher is None:
             return
-        self._watcher.request_stop("SIGTERM or SIGUSR1")
+        self._request_stop(self._signal or "SIGTERM")
         until = time.monotonic() + _AGREED_WITHIN
         while self._watcher.stop_at is None and time.monotonic() < until:
             time.sleep(0.01)
@@ -172,3 +190,25 @@ class Watched(Meetings):
         trainer.save_checkpoint(path)
         self.stopped_at = path
         rank_zero_info(f"{what} Go on with ckpt_path={path}")
+        if self._job is not None and self._requeue_signal is not None:
+            self._requeue(watcher, self._job, self._requeue_signal)
+
+    def _requeue(self, watcher: Watcher, job: Job, signal: str) -> None:
+        """Rank 0 requeues, where that is wanted; nobody leaves before, since srun may then end what is left."""
+        board = Board(_compat.default_store(), f"{self.store_prefix}/requeue")
+        if self.global_rank == 0:
+            wanted = is_to_requeue(job, str(self.stopped_because), signal)
+            problem = requeue(job) if wanted else None
+            if problem is not None:
+                rank_zero_warn(f"{problem} The checkpoint is saved; submit the job again to go on from it.")
+            self.requeued = job.job if wanted and problem is None else None
+            board.put("done", self.requeued or "")
+            return
+        until = time.monotonic() + _REQUEUED_WITHIN
+        while not board.has("done"):
+            watcher.check()
+            if time.monotonic() > until:
+                log.warning("rank %d has not heard whether rank 0 has requeued job %s", self.global_rank, job.job)
+                return
+            time.sleep(0.05)
+        self.requeued = board.read("done") or None

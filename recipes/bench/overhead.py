@@ -5,6 +5,7 @@
     python recipes/bench/overhead.py --method ddp          # control: DDPStrategy against itself
     python recipes/bench/overhead.py --method drift        # strict comparing replicas in every step, against never
     python recipes/bench/overhead.py --method watchdog     # strict with a watchdog that looks 20 times as often
+    python recipes/bench/overhead.py --method telemetry --limit 1.01  # strict with int8, watched by SyncMonitor, or not
 
 In one pair of processes three Trainers take turns, a step each: DDPStrategy, the method, and DDPStrategy again, with
 the same model, data and bucket size. A round's ratio is the method's step over the mean of the two DDP steps around it,
@@ -17,6 +18,9 @@ default that happens every 100 steps and costs a hundredth, which is printed and
 A watchdog's thread works on while other Trainers have their turn, so with `watchdog` there is one Trainer, whose
 watchdog looks as often as by default in one block of steps and 20 times as often in the next. A twentieth of the
 difference is printed and held against `--limit`.
+
+With `telemetry` all three are strict mode with int8. The one in the middle measures every phase of its reductions and
+has `SyncMonitor`, which makes a record every 10 steps; the others measure no phases and have no callback of ours.
 
 Lightning's own broadcast after every batch belongs to DDPStrategy's steps; strict mode does without it.
 """
@@ -34,6 +38,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,6 +59,7 @@ LIMIT = 1.02
 DRIFT_EVERY = 100
 LOOKS = 20
 BLOCK = 8
+RECORD_EVERY = 10
 
 
 class Turns:
@@ -143,6 +149,14 @@ class Blocks(Callback):
         self.each.append(1000 * (time.perf_counter() - self._began))
 
 
+class Unmeasured(Callback):
+    """Takes the measurement of phases out of a strategy of ours."""
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        counters: Any = trainer.strategy.counters  # type: ignore[attr-defined]
+        counters.phase = lambda name: nullcontext()
+
+
 def alternate(job: Job, place: Place) -> list[list[float]]:
     """Train with a watchdog that looks more often now and then.
 
@@ -176,11 +190,23 @@ def lanes_of(name: str, bucket_mb: float) -> list[Method]:
     """The method in the middle of what it is measured against."""
     if name == "drift":
         return [strict_comparing(every, bucket_mb) for every in (0, 1, 0)]
+    if name == "telemetry":
+        return [find(f"strict:int8@{bucket_mb:g}")] * 3
     ddp = ddp_with_buckets(bucket_mb)
     return [ddp, ddp if name == "ddp" else find(f"{name}@{bucket_mb:g}"), ddp]
 
 
-def take_turns(methods: Sequence[Method], job: Job, place: Place) -> list[list[float]]:
+def watchers_of(name: str, folder: Path) -> list[Callback | None]:
+    """What each lane has beside its clock; what it does in a step counts as part of the step."""
+    if name != "telemetry":
+        return [None] * 3
+    package = importlib.import_module("lightning_sync")
+    return [Unmeasured(), package.SyncMonitor(folder, every_n_steps=RECORD_EVERY, progress_bar=False), Unmeasured()]
+
+
+def take_turns(
+    methods: Sequence[Method], watchers: Sequence[Callback | None], job: Job, place: Place
+) -> list[list[float]]:
     """Train with all methods at once, a step each in turn.
 
     Returns:
@@ -193,7 +219,9 @@ def take_turns(methods: Sequence[Method], job: Job, place: Place) -> list[list[f
     def train(lane: int) -> None:
         try:
             turns.wait(lane)
-            trainer: Trainer = make_trainer(methods[lane], place, steps, takers[lane])
+            watcher = watchers[lane]
+            callbacks = [takers[lane]] if watcher is None else [watcher, takers[lane]]
+            trainer: Trainer = make_trainer(methods[lane], place, steps, *callbacks)
             trainer.fit(make_module(job), loader(steps, seed=1000 + place.rank))
             turns.pass_on()
         except BaseException as error:  # carried to the main thread, which raises it
@@ -216,7 +244,8 @@ def run_rank(plan: dict[str, Any]) -> None:
     if plan["method"] == "watchdog":
         lanes = alternate(job, place)
     else:
-        lanes = take_turns(lanes_of(plan["method"], plan["bucket_mb"]), job, place)
+        watchers = watchers_of(plan["method"], Path(plan["output"]).parent / "telemetry")
+        lanes = take_turns(lanes_of(plan["method"], plan["bucket_mb"]), watchers, job, place)
     if place.rank == 0:
         Path(plan["output"]).write_text(json.dumps(lanes))
 
@@ -234,7 +263,7 @@ def spread(values: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; see the head of this file."""
     parser = argparse.ArgumentParser(description="Paired cost of strict mode beside DDPStrategy on loopback.")
-    parser.add_argument("--method", choices=["strict", "ddp", "drift", "watchdog"], default="strict")
+    parser.add_argument("--method", choices=["strict", "ddp", "drift", "watchdog", "telemetry"], default="strict")
     parser.add_argument("--bucket-mb", type=float, default=1, help="bucket size of both (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=LIMIT, help="accepted median ratio (default: %(default)s)")
     add_job_options(parser, model="lm", width=128, layers=4, warmup=10, steps=300, deadline=300)
@@ -269,7 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         before, method, after = json.loads(output.read_text())
     ratios = [2 * b / (a + c) for a, b, c in zip(before, method, after, strict=True)]
     noise = [c / a for a, c in zip(before, after, strict=True)]
-    beside = {"drift": "strict, never comparing", "watchdog": "strict"}.get(chosen.method, "DDPStrategy")
+    others = {"drift": "strict, never comparing", "watchdog": "strict", "telemetry": "strict, unwatched"}
+    beside = others.get(chosen.method, "DDPStrategy")
     print(
         f"{job.model} (width {job.width}, {job.layers} layers), {RANKS} ranks, buckets of {chosen.bucket_mb:g} MB, "
         f"{job.steps} rounds. CPU, gloo, loopback; NCCL not measured.\n"

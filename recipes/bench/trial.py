@@ -165,7 +165,7 @@ def read_predicted(strategy: object) -> dict[str, float]:
     return {} if predicted is None else {"sent": float(predicted.sent), "network": float(predicted.network)}
 
 
-def make_trainer(method: Method, place: Place, steps: int, callback: Callback) -> Trainer:
+def make_trainer(method: Method, place: Place, steps: int, *callbacks: Callback) -> Trainer:
     """A Trainer with all extras off, for `steps` steps of a method."""
     hosts = place.world_size // place.ranks_per_host
     return Trainer(
@@ -175,7 +175,7 @@ def make_trainer(method: Method, place: Place, steps: int, callback: Callback) -
         num_nodes=1 if method.alone else hosts,
         max_steps=steps,
         max_epochs=1,
-        callbacks=[callback],
+        callbacks=list(callbacks),
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,

@@ -31,8 +31,7 @@ def saved(tmp_path: Path) -> tuple[Path, Manifest]:
 def read_all(checkpoint: Path, checksum: str | None) -> None:
     """What a resume reads, on all ranks."""
     folder = SyncFolder.holding(checkpoint, SAVE)
-    if folder is None:
-        raise StateFileError("missing")
+    assert folder is not None, "a resume would start afresh, with a warning"
     manifest = folder.manifest(SAVE, checksum)
     for rank in range(manifest.world_size):
         folder.read(manifest, rank)
@@ -69,6 +68,13 @@ def remove(rng: random.Random, path: Path) -> None:
     path.unlink()
 
 
+def space(rng: random.Random, path: Path) -> None:
+    """In a manifest this may change nothing of what it says."""
+    content = path.read_bytes()
+    start = rng.choice([i for i, byte in enumerate(content) if byte in b" \n"])
+    path.write_bytes(content[:start] + b" " + content[start:])
+
+
 def swap(rng: random.Random, path: Path) -> None:
     others = sorted(p for p in path.parent.iterdir() if p != path)
     other = rng.choice(others)
@@ -77,7 +83,7 @@ def swap(rng: random.Random, path: Path) -> None:
     other.write_bytes(mine)
 
 
-@pytest.mark.parametrize("mutate", [truncate, flip, append, zero, remove, swap], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("mutate", [truncate, flip, append, zero, remove, space, swap], ids=lambda f: f.__name__)
 def test_seventy_mutations_of_each_sort_are_refused(mutate: Mutate, saved: tuple[Path, Manifest]) -> None:
     checkpoint, manifest = saved
     folder = SyncFolder(checkpoint).path / SAVE
@@ -151,7 +157,7 @@ def seal(path: Path, raw: dict[str, Any]) -> None:
 
     raw.pop("checksum", None)
     text = json.dumps(raw, separators=(",", ":"))
-    path.write_text(json.dumps({"checksum": hashlib.sha256(text.encode()).hexdigest(), **raw}))
+    path.write_text(json.dumps({"checksum": hashlib.sha256(text.encode()).hexdigest(), **raw}, indent=1))
 
 
 def test_a_manifest_that_is_not_text_is_refused(saved: tuple[Path, Manifest]) -> None:

@@ -7,11 +7,15 @@ LIGHTNING_SYNC_TEST_SEED the first seed. Every trial prints its seed.
 """
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.killed_ranks import MOMENTS, PERIODIC, RANKS, Plan, train
+from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,6 +31,21 @@ def trials(*arguments: object, deadline: float) -> str:
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def reach_all(rank: int, world_size: int, folder: Path) -> None:
+    for mode, moments in (MOMENTS | PERIODIC).items():
+        for moment in moments:
+            place = folder / mode / moment
+            place.mkdir(parents=True, exist_ok=True)
+            train(rank, Plan(0, signal.SIGKILL, mode, 1, moment, 1, 0.0), place, None, steps=4)
+
+
+def test_every_moment_at_which_ranks_are_killed_comes(tmp_path: Path) -> None:
+    """Else a trial waits for it in vain, and what it was to show is not tested."""
+    run_ranks(reach_all, RANKS, tmp_path, init="env", deadline=120)
+    wanted = {(mode, moment) for mode, moments in (MOMENTS | PERIODIC).items() for moment in moments}
+    assert {(path.parts[-3], path.parts[-2]) for path in tmp_path.glob("*/*/ready")} == wanted
 
 
 def test_one_kill_and_one_stop_are_named_by_all_others() -> None:

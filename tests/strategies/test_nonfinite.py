@@ -251,3 +251,35 @@ def alone(rank: int, world_size: int) -> None:
 @pytest.mark.dist
 def test_one_rank_alone_raises_if_asked_to() -> None:
     run_ranks(alone, 1, init="env")
+
+
+REPLICAS: dict[str, Any] = {
+    "skip": lambda: ls.UnwrappedStrategy(replica="rank", non_finite="skip"),
+    "exchange": lambda: ls.strategy("local_sgd", sync_every=2, replica="rank"),
+}
+
+
+def in_one_replica(rank: int, world_size: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    heard = Heard()
+    logging.getLogger("lightning_sync").addHandler(heard)
+    for name, make in REPLICAS.items():
+        torch.manual_seed(0)
+        heard.texts.clear()
+        error = ""
+        try:
+            fit(Poisoned(), make(), world_size, max_steps=9)
+        except (ls.NonFiniteError, RemoteFailure) as caught:
+            error = str(caught)
+        results[name] = [t for t in heard.texts if "skipped" in t], error
+    return results
+
+
+@pytest.mark.dist
+def test_where_replicas_differ_messages_say_whose_step_or_parameters_it_was() -> None:
+    ranks = [outcome.result for outcome in launch_ranks(in_one_replica, 2, init="env", deadline=60)]
+    assert [len(r["skip"][0]) for r in ranks] == [0, 1]
+    assert "skipped on ranks [1]: the averaged gradient of 'layers.0.weight'" in ranks[1]["skip"][0][0]
+    for r in ranks:
+        assert "the distance from the anchor of" in r["exchange"][1]
+        assert "holds inf or NaN on rank 1" in r["exchange"][1]
