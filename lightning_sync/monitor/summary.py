@@ -69,8 +69,8 @@ class RunSummary(pl.Callback):
     """Writes ``summary.json`` when, and only when, ``fit`` has finished.
 
     Keys: ``strategy compressor aggregator precision world_size steps train_loss val_loss val_accuracy
-    wire_bytes_per_step compression_ratio skipped_steps exchanges wall_seconds wait_seconds asynchronous versions``.
-    A value is null where it does not apply (bytes under Lightning's own strategies, accuracy of a language model) or is
+    wire_bytes_per_step compression_ratio skipped_steps exchanges wall_seconds wait_seconds asynchronous versions``. A
+    value is null where it does not apply (bytes under Lightning's own strategies, accuracy of a language model) or is
     not finite.
     ``train_loss`` is the mean over the last 50 batches and all ranks, ``val_*`` are those of the last validation,
     ``skipped_steps`` are those left out for inf or NaN (on rank 0), ``wall_seconds`` runs from the first to the last

@@ -28,8 +28,7 @@ def run(cluster: Cluster, of_jobs: dict[str, str], folder: Path, recipe: str, ta
     """Submit a recipe, wait for it and return its run directory."""
     shortened = [
         *RECIPES[recipe][0],
-        "--config-dir",
-        f"{ROOT}/tests/slurm/conf",
+        f"hydra.searchpath=[pkg://lightning_sync.conf,file://{ROOT}/tests/slurm/conf]",
         "model=tiny",
         f"model.width={WIDTH}",
         "data=stateful",
