@@ -51,6 +51,11 @@ class Mode:
             raise ValueError(f"Mode(sync_every={self.sync_every}, push='gradient'): gradients are sent every step.")
         if self.rule.reads_first:
             raise ValueError(f"Mode(rule={self.rule!r}): the simulated world reads after an exchange, not before.")
+        if self.max_staleness is not None and self.rule.holds_back:
+            raise ValueError(
+                f"Mode(max_staleness={self.max_staleness}, rule={self.rule!r}): it holds contributions back until "
+                "others have come, so replicas would wait for each other for ever. Use max_staleness=None."
+            )
         if self.weight is not None and not self.rule.uses_weight:
             raise ValueError(f"Mode(weight={self.weight!r}): {self.rule!r} does not use a weight; leave it out.")
 
@@ -89,7 +94,7 @@ def diloco(replicas: int, sync_every: int = 64, lr: float = 0.7, momentum: float
     """Synchronous DiLoCo: everybody waits for everybody at every exchange."""
     rule = Quorum(quorum=replicas, grace=0.0)
     optimizer = outer(lr, momentum)
-    return Mode("diloco", sync_every, rule, optimizer, max_staleness=0, failed="wait")
+    return Mode("diloco", sync_every, rule, optimizer, failed="wait")
 
 
 def decoupled(quorum: int, grace: float = 0.5, sync_every: int = 64, lr: float = 0.7, momentum: float = 0.9) -> Mode:

@@ -92,7 +92,7 @@ class Shard:
         if push == "gradient" and optimizer is None:
             raise ValueError("Shard(push='gradient', optimizer=None): a gradient needs an optimiser that applies it.")
         self.values = values
-        self.rule = rule
+        self.rule = rule = rule.for_replicas(replicas)
         self.version = 0
         self.seconds = 0.0
         """Training time so far, at the latest call: the owner's clock may start anywhere, and anew when it resumes."""

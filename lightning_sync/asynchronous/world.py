@@ -103,7 +103,6 @@ class World:
         watch: Callable[[Started], None] | None = None,
     ) -> None:
         check_integer("World", 1, owners=owners)
-        _check_progress(cluster, mode)
         self._cluster, self._mode, self._watch = cluster, mode, watch
         self._problem = problem or Nothing(owners)
         self._draws, self._clocks = Draws(cluster, seed), Clocks(cluster.replicas)
@@ -379,15 +378,4 @@ class World:
             values=values,
             loss=self._problem.loss(values),
             curve=curve,
-        )
-
-
-def _check_progress(cluster: Cluster, mode: Mode) -> None:
-    """With a bound everybody's updates must come to count, or all wait for each other."""
-    needs = mode.rule.needs(cluster.replicas)
-    if mode.max_staleness is not None and needs > 1 and (needs < cluster.replicas or mode.failed == "leave"):
-        raise ValueError(
-            f"Mode(max_staleness={mode.max_staleness}, rule={mode.rule!r}, failed={mode.failed!r}): contributions that "
-            "wait for those of others may never come to count, and the bound would wait for them. Use "
-            f"max_staleness=None, or a quorum of all {cluster.replicas} replicas with failed='wait'."
         )

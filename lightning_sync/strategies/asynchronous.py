@@ -300,6 +300,14 @@ class AsyncStrategy(UnwrappedStrategy):
         """What this rank has seen, now or, after `fit`, at its end; see `Engine.report`."""
         return self._report_at_end if self.engine is None else self.engine.report()
 
+    def telemetry(self) -> dict[str, float | Tensor]:
+        """As the base, with staleness and clock lead (means since `fit` began) and the achieved period."""
+        if self.engine is None or not self.engine.exchanges:
+            return super().telemetry()
+        seen = self.engine.report()
+        own = {name: seen[f"{name}_mean"] for name in ("staleness", "clock_lead")}
+        return super().telemetry() | own | {"period": seen["achieved_period"]}
+
     # ---- consensus and state -----------------------------------------------------------------------------------------
 
     def consensus(self) -> dict[str, Tensor] | None:

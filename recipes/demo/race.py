@@ -42,6 +42,8 @@ _COMMON = (
         "trainer.enable_progress_bar=false",
     ),
     *(f"trainer.limit_train_batches={EPOCH}", "callbacks.monitor.every_n_steps=2", "logger=none"),
+    # Not after validation: Lightning counts an epoch when it ends, and would deal the data of this one out again.
+    "+callbacks.checkpoint.save_on_train_epoch_end=true",
 )
 _DILOCO = ("strategy=diloco", "strategy.warmup_steps=10", "strategy.sync_every=10", "strategy.overlap_steps=4")
 LANES = {

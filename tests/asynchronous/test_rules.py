@@ -127,6 +127,14 @@ def test_a_synchronous_round_of_delayed_nesterov_is_one_step_of_diloco() -> None
     close(shard, x)
 
 
+def test_an_open_period_of_delayed_nesterov_is_the_number_of_replicas() -> None:
+    (left_open, _), (given, _) = start(DelayedNesterov()), start(DelayedNesterov(period=4))
+    for k, d in enumerate(deltas(3, 9)):
+        give(left_open, k % 4, d)
+        give(given, k % 4, d)
+    assert torch.equal(left_open.values, given.values)
+
+
 def test_elastic_averaging_moves_centre_and_replica_alike() -> None:
     rule = Elastic(alpha=0.2)
     shard, centre = start(rule)

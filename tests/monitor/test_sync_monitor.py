@@ -84,6 +84,15 @@ def test_every_mode_tells_what_it_costs_and_what_it_knows(
         assert told <= set(found[3])
 
 
+def test_asynchronous_ranks_tell_how_far_apart_they_are(tmp_path: Path) -> None:
+    run_ranks(monitored, 2, str(tmp_path), "async", {"sync_every": 2}, init="env")
+    for rank in range(2):
+        last = [r for r in records(tmp_path / "telemetry", rank) if r["kind"] == "step"][-1]
+        assert last["staleness"] >= 0
+        assert last["clock_lead"] >= 0
+        assert last["period"] >= 1
+
+
 def test_bytes_are_those_that_were_counted_and_only_rank_0_logs(tmp_path: Path) -> None:
     options = {"compressor": "bf16"}
     (logged, _, _), (other, _, _) = run_ranks(monitored, 2, str(tmp_path), "strict", options, init="env")

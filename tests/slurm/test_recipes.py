@@ -18,7 +18,7 @@ RECIPES = {
     "strict-powersgd": (("compressor.warmup_steps=0",), None),
     "hierarchical": ((), 4.0 / 8),
     "diloco": (("strategy.warmup_steps=0", "strategy.sync_every=8"), (1 + 4 / 256) / 8),
-    "streaming-diloco": (("strategy.warmup_steps=0", "strategy.sync_every=16"), (1 + 4 / 256) / 16),
+    "streaming-diloco": (("strategy.warmup_steps=0", "strategy.sync_every=32"), (1 + 4 / 256) / 32),
     "ssp": ((), None),
     "async": ((), None),
 }
@@ -80,8 +80,9 @@ def test_a_recipe_runs_to_its_summary_and_sends_what_its_mode_promises(
         sent = max(each["sent"] for each in seen[LAST]) - max(each["sent"] for each in seen[FIRST])
         promised = sum(b["promised"] - a["promised"] for a, b in zip(seen[FIRST], seen[LAST], strict=True))
         print(f"{recipe} 2x{tasks}, node {node}: {promised} bytes promised, {sent} on the interface")
-        # Headers and signs of life come on top: 40 kB/s of the latter at most.
-        assert promised <= sent <= 1.06 * promised + 500_000, (promised, sent)
+        # Headers come on top, and what the ranks tell each other of being alive.
+        seconds = seen[LAST][0]["time"] - seen[FIRST][0]["time"]
+        assert promised <= sent <= 1.06 * promised + 30_000 * seconds, (promised, sent, seconds)
         per_parameter = RECIPES[recipe][1]
         if tasks == 1 and per_parameter is not None:
             expected = per_parameter * seen[LAST][0]["parameters"] * (LAST - FIRST)

@@ -96,6 +96,7 @@ class Trace(pl.Callback):
             # Whoever looks first must not miss what others still send for this step.
             time.sleep(1.0)
             seen = {
+                "time": time.time(),
                 "sent": int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text()),
                 "promised": trainer.strategy.counters.network_bytes,  # type: ignore[attr-defined]
                 "parameters": sum(p.numel() for p in trainer.strategy.model.parameters()),  # type: ignore[union-attr]

@@ -108,14 +108,6 @@ class Rule(ABC):
         """The change that time alone has made due, like that of `change`; None if there is none."""
         return None
 
-    def needs(self, replicas: int) -> int:
-        """How many replicas must have contributed before a contribution counts.
-
-        Above 1 the rule does not go with a bound on staleness: those who wait for values that contain an update would
-        be those whose contributions it waits for.
-        """
-        return 1
-
     def flush(self, values: Tensor, state: dict[str, Tensor]) -> Tensor | None:
         """The change that makes everything delivered so far count, where nothing more will come; None if none."""
         return None

@@ -40,7 +40,7 @@ class DelayedNesterov(Rule):
 
     lr: float = 0.7
     momentum: float = 0.9
-    period: int | None = 1
+    period: int | None = None
     activation: float = 0.0
     pushes: ClassVar[tuple[str, ...]] = ("delta",)
 

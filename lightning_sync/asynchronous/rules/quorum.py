@@ -80,11 +80,6 @@ class Quorum(Rule):
         return self.release(values, facts.now, facts.living, state)
 
     @override
-    def needs(self, replicas: int) -> int:
-        """The quorum."""
-        return min(self.quorum, replicas)
-
-    @override
     def due(self, state: dict[str, Tensor], living: Collection[int]) -> float | None:
         """The end of the grace window; None before the quorum is complete."""
         quorum_at = float(state[_QUORUM_AT])
