@@ -72,6 +72,23 @@ def test_a_compressed_run_counts_its_bytes_and_all_ranks_share_one_folder(train:
 
 
 @pytest.mark.dist
+def test_an_asynchronous_run_reports_staleness_and_clock_lead_apart(train: Command, tmp_path: Path) -> None:
+    done = train("strategy=ssp", "compressor=int8", "run_dir=run", "trainer.max_steps=8")
+    assert done.returncode == 0, done.stderr
+    summary = summary_in(tmp_path / "run")
+    found = summary["asynchronous"]
+    assert found.keys() == {
+        *(f"{what}_{of}" for what in ("staleness", "clock_lead") for of in ("mean", "p95", "max")),
+        *("achieved_period", "coalesced", "rejected"),
+    }
+    assert 0 <= found["staleness_mean"] <= found["staleness_max"]
+    assert found["achieved_period"] == pytest.approx(1, abs=0.2), "a bound waits, and puts nothing together"
+    assert found["rejected"] == 0
+    assert (summary["strategy"], summary["steps"]) == ("asynchronous", 8)
+    assert summary["wire_bytes_per_step"] > 0
+
+
+@pytest.mark.dist
 def test_resume_goes_on_where_the_checkpoint_is(train: Command, tmp_path: Path) -> None:
     assert train("strategy=ddp", "run_dir=run", "trainer.max_steps=4").returncode == 0
     again = ("strategy=ddp", "run_dir=run", "ckpt_path=run/checkpoints/last.ckpt")
