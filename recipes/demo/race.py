@@ -30,7 +30,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 RANKS = 4
-EPOCH = 50  # steps; a run that resumes at the end of an epoch is the uninterrupted one, bit for bit
+EPOCH = 50  # steps; a checkpoint is saved at the end of each
 VICTIM = 2
 _HERE = Path(__file__).parent
 _COMMON = (
@@ -42,8 +42,8 @@ _COMMON = (
         "trainer.enable_progress_bar=false",
     ),
     *(f"trainer.limit_train_batches={EPOCH}", "callbacks.monitor.every_n_steps=2", "logger=none"),
-    # Not after validation: Lightning counts an epoch when it ends, and would deal the data of this one out again.
     "+callbacks.checkpoint.save_on_train_epoch_end=true",
+    *("+callbacks.order._target_=order.EpochByStep", f"+callbacks.order.steps={EPOCH}"),
 )
 _DILOCO = ("strategy=diloco", "strategy.warmup_steps=10", "strategy.sync_every=10", "strategy.overlap_steps=4")
 LANES = {
