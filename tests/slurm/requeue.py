@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from lightning_sync.strategies import NAMES
+from recipes.bench.hosts import ending_on_sigterm
 from tests.slurm.cluster import Cluster
 from tests.slurm.tiny import last_step, starts
 
@@ -301,7 +302,7 @@ def main() -> int:
     parser.add_argument("--tasks", type=int, default=2, help="per node")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="requeue-") as folder, Cluster() as cluster:
+    with ending_on_sigterm(), tempfile.TemporaryDirectory(prefix="requeue-") as folder, Cluster() as cluster:
         os.chmod(folder, 0o755)
         results = campaign(
             cluster,

@@ -99,6 +99,7 @@ class Trace(pl.Callback):
                 "time": time.time(),
                 "sent": int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text()),
                 "promised": trainer.strategy.counters.network_bytes,  # type: ignore[attr-defined]
+                "messages": trainer.strategy.counters.messages,  # type: ignore[attr-defined]
                 "parameters": sum(p.numel() for p in trainer.strategy.model.parameters()),  # type: ignore[union-attr]
             }
             place = f"bytes-{step}-{trainer.node_rank}-{trainer.local_rank}.json"
