@@ -19,7 +19,7 @@ class Candidate:
 
     Attributes:
         name: As one would write it on the command line.
-        mode: ``"strict"``, ``"delayed"`` or ``"periodic"``.
+        mode: ``"strict"``, ``"delayed"``, ``"periodic"`` or ``"asynchronous"``.
         compressor: A name, or a compressor.
         sync_every: Steps between two exchanges.
         overlap_steps: Steps for which an exchange travels while training goes on.
@@ -49,6 +49,11 @@ CANDIDATES: tuple[Candidate, ...] = (
         "streaming_diloco compressor=int8",
         *("periodic", "int8", 64, 6, 4),
         price="some, and values 6 steps old",
+    ),
+    Candidate(
+        "async sync_every=8 compressor=int8",
+        *("asynchronous", "int8", 8),
+        price="contributions of changing age: lower rates",
     ),
 )
 
@@ -100,6 +105,8 @@ def predict_all(
             seconds = predict.strict(compute, shares, traffic, between, within)
         elif candidate.mode == "delayed":
             seconds = predict.delayed(compute, traffic, between, within)
+        elif candidate.mode == "asynchronous":
+            seconds = compute.seconds
         else:
             seconds = predict.periodic(
                 *(compute, traffic, between, within),
@@ -107,7 +114,10 @@ def predict_all(
                 overlap_steps=candidate.overlap_steps,
                 fragments=candidate.fragments,
             )
-        wire = traffic.wire_seconds(between, within) / candidate.sync_every
+        every = candidate.sync_every
+        if candidate.mode == "asynchronous":
+            every = predict.achieved_period(compute, traffic, between, within, every)
+        wire = traffic.wire_seconds(between, within) / every
         found.append(Prediction(candidate, traffic, wire / compute.seconds, seconds, seconds / compute.seconds))
     return found
 

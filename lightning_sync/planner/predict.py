@@ -8,6 +8,7 @@ strict, buckets ready during backward       the end of a queue, `strict`; from :
 delayed by one step                         :math:`\max(C, X)`
 period H, overlapped for tau steps          :math:`C + \max(0, X - \tau C) / H`
 F parts, each overlapped for tau steps      :math:`C + F \max(0, X / F - \tau C) / H`
+asynchronous                                :math:`C`, with an exchange every :math:`\max(H, X / C)` steps
 ==========================================  ==================================================================
 
 What the formulas leave out: codecs that compete with the model for one processor, ranks that wait for a slow one, and
@@ -126,6 +127,11 @@ def periodic(
     codec = traffic.codec_seconds
     each = (max(wire, codec) + min(wire, codec) / 3) / fragments
     return compute.seconds + fragments * max(0.0, each - overlap_steps * compute.seconds) / sync_every
+
+
+def achieved_period(compute: Compute, traffic: Traffic, between: Link, within: Link | None, sync_every: int) -> float:
+    """Steps between two exchanges that nobody waits for: one begins when the one before is over, max(H, X / C)."""
+    return max(float(sync_every), traffic.seconds(between, within) / compute.seconds)
 
 
 def bucket_shares(total_bytes: int, bucket_bytes: int, first_bytes: int = 2**20) -> list[float]:

@@ -12,7 +12,16 @@ from lightning_sync.compressors import PowerSGD, registry
 from lightning_sync.compressors.resolve import to_route, with_feedback
 from lightning_sync.planner.advise import Candidate, predict_all, recommend
 from lightning_sync.planner.measure import CodecRun, measure_codec
-from lightning_sync.planner.predict import Compute, Link, Traffic, bucket_shares, delayed, periodic, strict
+from lightning_sync.planner.predict import (
+    Compute,
+    Link,
+    Traffic,
+    achieved_period,
+    bucket_shares,
+    delayed,
+    periodic,
+    strict,
+)
 from lightning_sync.state import ParamSpec
 
 COMPUTE = Compute(forward=1.0, backward=2.0, optimizer=0.5)
@@ -52,6 +61,11 @@ def test_a_period_divides_what_overlap_does_not_hide() -> None:
     assert periodic(COMPUTE, traffic, LINK, None, sync_every=10) == pytest.approx(3.5 + 1)
     assert periodic(COMPUTE, traffic, LINK, None, sync_every=10, overlap_steps=2) == pytest.approx(3.5 + 0.3)
     assert periodic(COMPUTE, traffic, LINK, None, sync_every=10, overlap_steps=3) == pytest.approx(3.5)
+
+
+def test_asynchronous_exchanges_are_as_rare_as_the_wire_makes_them() -> None:
+    assert achieved_period(COMPUTE, Traffic(350, 0, 1, 0.0), LINK, None, sync_every=8) == 8
+    assert achieved_period(COMPUTE, Traffic(3500, 0, 1, 0.0), LINK, None, sync_every=8) == pytest.approx(10)
 
 
 @given(times, times, times, st.floats(0, 1e4), st.floats(0, 10), st.integers(1, 64), st.integers(1, 8))
