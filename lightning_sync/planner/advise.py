@@ -114,9 +114,9 @@ def predict_all(
                 overlap_steps=candidate.overlap_steps,
                 fragments=candidate.fragments,
             )
-        every = candidate.sync_every
+        every = float(candidate.sync_every)
         if candidate.mode == "asynchronous":
-            every = predict.achieved_period(compute, traffic, between, within, every)
+            every = predict.achieved_period(compute, traffic, between, within, candidate.sync_every)
         wire = traffic.wire_seconds(between, within) / every
         found.append(Prediction(candidate, traffic, wire / compute.seconds, seconds, seconds / compute.seconds))
     return found
