@@ -96,6 +96,8 @@ class Engine:
         self.skipped = 0
         """Exchanges that were due while another was under way, and became part of the next."""
         self.steps = 0
+        self.before = 0
+        """Steps of the run that were made before this began, such as those of a warm-up."""
         self.leads, self.staleness = Spread(), Spread()
         self.pause: Callable[[], float] = lambda: 0.0
         """Seconds by which the next exchange is held up; for experiments."""
@@ -218,7 +220,7 @@ class Engine:
             self._begin(None, bounded=False)
             self._wait()
         self._meetings += 1
-        replica.meet(self._meetings, self.steps)
+        replica.meet(self._meetings, self.before + self.steps)
         self._wait()
         self._met_at = self.steps
 
@@ -239,7 +241,9 @@ class Engine:
         bound = self.terms.bound if bounded else None
         need = 0 if bound is None else max(0, self.replica.clock + 1 - bound)
         samples, self._samples = self._samples, 0.0
-        self.replica.begin(need=need, samples=samples, step=self.steps, gradient=gradient, delay=self.pause())
+        self.replica.begin(
+            need=need, samples=samples, step=self.before + self.steps, gradient=gradient, delay=self.pause()
+        )
 
     def _wait(self) -> None:
         errand = self.replica.errand
@@ -293,6 +297,7 @@ class Engine:
             "sent": self.replica.sent,
             "meetings": self._meetings,
             "steps": self.steps,
+            "before": self.before,
             "shard": json.dumps(kept),
         }
 
@@ -334,16 +339,21 @@ class Engine:
         if self._client.residual is not None and "residual" in tensors:
             self._client.residual.copy_(tensors["residual"]["values"])
         self._meetings = 0
-        self.steps = int(numbers["steps"])
+        self.steps, self.before = int(numbers["steps"]), int(numbers["before"])
         self.replica.resume(int(numbers["clock"]), int(numbers["sent"]))
         self.meet()
 
-    def restart(self) -> None:
-        """Begin again from what the parameters hold, which is the same on all ranks (all ranks)."""
+    def restart(self, before: int = 0) -> None:
+        """Begin again from what the parameters hold, which is the same on all ranks (all ranks).
+
+        Args:
+            before: Steps of the run until now.
+        """
         a, b = self.layout.slices[self._topology.rank]
         with self.owner.lock:
             self.owner.shard.values.copy_(self.layout.gather(self._params, self.layout.zeros())[a:b])
         self.replica.resume(0, 0)
+        self.steps, self.before, self._samples, self._met_at = 0, before, 0.0, -1
         self.meet()
 
     def close(self) -> None:

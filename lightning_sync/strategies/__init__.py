@@ -40,8 +40,14 @@ NAMES: dict[str, tuple[type[SyncStrategy], dict[str, Any]]] = {
     "async": (AsyncStrategy, {}),
     "asynchronous": (AsyncStrategy, {}),
     "ssp": (AsyncStrategy, {"max_staleness": 4}),
-    "async_diloco": (AsyncStrategy, {"sync_every": 64, "rule": DelayedNesterov(period=None)}),
-    "decoupled_diloco": (AsyncStrategy, {"sync_every": 64, "rule": Quorum(), "outer_optimizer": Nesterov()}),
+    "async_diloco": (
+        AsyncStrategy,
+        {"sync_every": 64, "rule": DelayedNesterov(period=None), "warmup_steps": 300},
+    ),
+    "decoupled_diloco": (
+        AsyncStrategy,
+        {"sync_every": 64, "rule": Quorum(), "outer_optimizer": Nesterov(), "warmup_steps": 300},
+    ),
 }
 
 

@@ -14,28 +14,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sync import _compat
-from lightning_sync.asynchronous.clocks import check_bound
 from lightning_sync.asynchronous.codec import codec_for
 from lightning_sync.asynchronous.engine import Engine, Terms, as_secret, pick_weight
-from lightning_sync.asynchronous.optimizer import check_elementwise
 from lightning_sync.asynchronous.rules import RULES, Rule
 from lightning_sync.checkpoint import ModeState
-from lightning_sync.checks import check_choice, check_flags, check_integer, check_positive, plain_repr
+from lightning_sync.checks import plain_repr
 from lightning_sync.comm.board import Board
+from lightning_sync.comm.flat_broadcast import broadcast_tensors
 from lightning_sync.comm.groups import Wires, discover_topology, make_wires
 from lightning_sync.comm.mail import new_secret, own_address
 from lightning_sync.comm.progress import SLOWER_REPLICAS
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.ddp_hook import param_specs
+from lightning_sync.periodic import inner_state
 from lightning_sync.periodic.buffers import BufferMerge, BufferPolicy
 from lightning_sync.periodic.outer import OuterFactory, build_outer
 from lightning_sync.reducer import Reducer
+from lightning_sync.strategies.async_options import check_gradients, check_options
 from lightning_sync.strategies.batchnorm import ReplicaBatchNorm
-from lightning_sync.strategies.unwrapped import UnwrappedStrategy
+from lightning_sync.strategies.remarks import warn_if_short
+from lightning_sync.strategies.warmed import WarmedStrategy
 from lightning_sync.weights import Contribution
 
 
-class AsyncStrategy(UnwrappedStrategy):
+class AsyncStrategy(WarmedStrategy):
     r"""Every rank trains at its own speed and exchanges its progress with the owners of the parameters.
 
     The trained parameters are cut into one float32 shard per rank, kept in its owner's host memory. Every `sync_every`
@@ -70,6 +72,9 @@ class AsyncStrategy(UnwrappedStrategy):
             parameter servers; learns faster and diverges sooner, the more so with momentum and Adam, whose step sizes
             know nothing of the other replicas.
         blocking: Whether a step waits for the exchange before it. False hides the network and reads older values.
+        warmup_steps: Steps at the beginning in which gradients are averaged over all ranks, exactly, as in strict: all
+            wait for the slowest one, nothing is stale, and replicas leave it with the same bits. Only for deltas, since
+            owners' optimisers would begin without the moments of these steps.
         buffers: At quiet points: ``"average"`` (counts: maximum) or ``"rank0"``.
         **kwargs: See `UnwrappedStrategy`; `replica` is ``"rank"``.
 
@@ -92,36 +97,19 @@ class AsyncStrategy(UnwrappedStrategy):
         weight: float | None = None,
         outer_optimizer: OuterFactory | None = None,
         blocking: bool = False,
+        warmup_steps: int = 0,
         buffers: BufferPolicy = "average",
         **kwargs: Any,
     ) -> None:
         owner = type(self).__name__
         if kwargs.pop("replica", "rank") != "rank":
             raise ValueError(f"{owner}: each rank is a replica of its own; leave `replica` out, or use HybridStrategy.")
-        super().__init__(*args, replica="rank", **kwargs)
-        check_integer(owner, 1, sync_every=sync_every)
-        check_bound(owner, max_staleness)
-        check_choice(owner, ("delta", "gradient"), push=push)
-        if push == "gradient" and (sync_every != 1 or outer_optimizer is not None):
-            raise ValueError(
-                f"{owner}(push='gradient', sync_every={sync_every}, outer_optimizer={outer_optimizer!r}): every "
-                "gradient is sent, and the module's own optimiser applies it; leave both out, or use push='delta'."
-            )
-        if outer_optimizer is not None:
-            build_outer(outer_optimizer, [torch.zeros(1)])
-        check_choice(owner, ("average", "rank0"), buffers=buffers)
-        check_positive(owner, weight=weight)
-        check_flags(owner, blocking=blocking)
+        super().__init__(*args, replica="rank", warmup_steps=warmup_steps, **kwargs)
         self.rule = RULES.build(rule)
-        if push not in self.rule.pushes:
-            raise ValueError(f"{owner}(rule={self.rule!r}) is for push={' or '.join(self.rule.pushes)}, not {push!r}.")
-        if weight is not None and not self.rule.uses_weight:
-            raise ValueError(f"{owner}(weight={weight!r}): {type(self.rule).__name__} has weights of its own.")
-        if max_staleness is not None and self.rule.holds_back:
-            raise ValueError(
-                f"{owner}(max_staleness={max_staleness!r}): {type(self.rule).__name__} holds contributions back until "
-                "others have come, so no bound on what is read can be kept. Leave one of them out."
-            )
+        check_options(
+            owner, self.rule, sync_every=sync_every, max_staleness=max_staleness, push=push, weight=weight,
+            outer_optimizer=outer_optimizer, blocking=blocking, buffers=buffers, warmup_steps=warmup_steps,
+        )  # fmt: skip
         self.sync_every = sync_every
         self.max_staleness = max_staleness
         self.push = push
@@ -159,6 +147,7 @@ class AsyncStrategy(UnwrappedStrategy):
         topology = discover_topology(self.node_rank, self.root_device)
         self._wires = make_wires(topology, self.counters, self._executor.wait, False, self.group_timeout)
         self._merge = BufferMerge(module, self.buffers)
+        self._prepare_warm_up(self._wires)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """As Lightning's, then make the shards, and tell all ranks where they are (collective).
@@ -173,7 +162,7 @@ class AsyncStrategy(UnwrappedStrategy):
         assert module is not None
         assert self.cluster_environment is not None
         if self.push == "gradient":
-            self._check_gradients()
+            check_gradients(self.optimizers, getattr(self.precision_plugin, "scaler", None))
         secret = torch.zeros(40, dtype=torch.uint8, device=self.root_device)
         if self.global_rank == 0:
             secret.copy_(torch.frombuffer(bytearray(new_secret()), dtype=torch.uint8))
@@ -209,18 +198,12 @@ class AsyncStrategy(UnwrappedStrategy):
         self.engine.connect(board.read_all([str(r) for r in range(self.world_size)]))
         self._merged, self._samples = {}, 0.0
 
-    def _check_gradients(self) -> None:
-        if len(self.optimizers) != 1:
-            raise ValueError(
-                f"push='gradient' needs one optimiser, which owners apply to their shards; the module has "
-                f"{len(self.optimizers)}. Use push='delta', which goes with any number."
-            )
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                "push='gradient' does not go with a loss scaler (16-mixed): owners would get scaled gradients. Use "
-                "bf16-mixed, or push='delta'."
-            )
-        check_elementwise(self.optimizers[0])
+    def on_train_start(self) -> None:
+        """Say so if the run is too short for this mode."""
+        super().on_train_start()
+        trainer = self.attached_trainer()
+        if trainer is not None and self.warmup_steps:
+            warn_if_short(trainer, self.sync_every, self.warmup_steps)
 
     def _all_wires(self) -> list[Wires]:
         return [*super()._all_wires(), *([] if self._wires is None else [self._wires])]
@@ -239,10 +222,14 @@ class AsyncStrategy(UnwrappedStrategy):
         self._samples += float(own.weight)
 
     def after_step(self) -> None:
-        """Exchange, if it is time."""
+        """Exchange, if it is time; when the warm-up has ended, begin from what all ranks hold."""
         if self.engine is None:
             return
         samples, self._samples = self._samples, 0.0
+        if self._step <= 0:
+            if self._step == 0:
+                self.engine.restart(self.counters.steps)
+            return
         if self.push == "delta":
             self.engine.after_step(samples)
             return
@@ -271,7 +258,7 @@ class AsyncStrategy(UnwrappedStrategy):
     def meet(self) -> None:
         """Come to a quiet point (all ranks): every replica ends with the owners' values, and merged buffers."""
         engine = self.engine
-        if engine is None or engine.met or self._wires is None or self._merge is None:
+        if engine is None or engine.met or self._step <= 0 or self._wires is None or self._merge is None:
             return
         engine.meet()
         merge, wire, own = self._merge, self._wires.world, self._merge.snapshot()
@@ -311,8 +298,11 @@ class AsyncStrategy(UnwrappedStrategy):
     # ---- consensus and state -----------------------------------------------------------------------------------------
 
     def consensus(self) -> dict[str, Tensor] | None:
-        """The owners' values and merged buffers, as of the quiet point after this step."""
-        if self.engine is None:
+        """The owners' values and merged buffers, as of the quiet point after this step.
+
+        `None` until the warm-up is over: that is what every rank holds.
+        """
+        if self.engine is None or self._step <= 0:
             return None
         self.meet()
         return {**self.engine.consensus(), **self._merged}
@@ -336,21 +326,38 @@ class AsyncStrategy(UnwrappedStrategy):
         """This rank's shard and clocks; all contributions are in it, since it is saved at quiet points."""
         if self.engine is None:
             return ModeState()
-        return ModeState({**self.engine.numbers(), "terms": self._terms}, {}, self.engine.tensors())
+        numbers: dict[str, Any] = {"terms": self._terms, "warming_up": self._step < 0}
+        if self._step < 0:  # nothing has come to the shards yet
+            return ModeState(numbers)
+        return ModeState({**self.engine.numbers(), **numbers}, {}, self.engine.tensors())
 
     def load_mode_state(self, state: ModeState, *, same: bool) -> Sequence[str]:
         """Take it over; with other ranks or rules shards start from the consensus."""
         if self.engine is None or not state.numbers:
             return state.kinds
-        before, lost = self.counters.state_dict(), []
-        if same and state.numbers.get("terms") == self._terms and state.local:
+        before = self.counters.state_dict()
+        # While warming up, all that counts is in the parameters.
+        lost = [] if state.numbers.get("warming_up") else ["clocks, and what the rule remembers"]
+        if self._step < 0:
+            if lost:
+                self._become_equal()
+        elif same and state.numbers.get("terms") == self._terms and state.local:
             self.engine.load(state.numbers, state.local)
+            lost = []
         else:
-            self.engine.restart()
-            lost = ["clocks, and what the rule remembers"]
+            self.engine.restart(self.counters.steps)
         dist.barrier()  # so that all owners have counted
         self.counters.load_state_dict(before)  # reading the shards is part of set-up
         return lost
+
+    def _become_equal(self) -> None:
+        """Let replicas that were apart begin a warm-up, which keeps equal what is equal (collective)."""
+        assert self.model is not None
+        assert self._wires is not None
+        params, wire = [p for _, p in param_specs(self.model)], self._wires.world
+        broadcast_tensors(params, source=0)
+        moments = inner_state.averageable(self.optimizers, params)
+        self.run_job(lambda: inner_state.average(moments, wire), "averaging moments")
 
     @property
     def _terms(self) -> str:

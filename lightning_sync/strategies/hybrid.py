@@ -17,7 +17,6 @@ from lightning_sync.checks import check_choice, check_integer, check_seconds, ch
 from lightning_sync.comm.groups import Wires, discover_topology, make_wires
 from lightning_sync.comm.topology import Bytes
 from lightning_sync.comm.worker import Promise
-from lightning_sync.compressors import Exact, as_route
 from lightning_sync.compressors.resolve import to_route
 from lightning_sync.ddp_hook import param_specs
 from lightning_sync.periodic import inner_state
@@ -33,12 +32,12 @@ from lightning_sync.periodic.schedule import Schedule
 from lightning_sync.reducer import Reducer
 from lightning_sync.strategies.boundary import is_last_step
 from lightning_sync.strategies.remarks import say_replicas, warn_if_short
-from lightning_sync.strategies.unwrapped import UnwrappedStrategy
+from lightning_sync.strategies.warmed import WarmedStrategy
 from lightning_sync.two_level import levels
 from lightning_sync.weights import Contribution
 
 
-class HybridStrategy(UnwrappedStrategy):
+class HybridStrategy(WarmedStrategy):
     r"""Replicas step on their own and exchange what they have learned every `sync_every` steps.
 
     One strategy for local SGD, post-local SGD, DiLoCo, streaming DiLoCo, SlowMo, elastic averaging and hierarchical
@@ -99,9 +98,9 @@ class HybridStrategy(UnwrappedStrategy):
         anchor_device: str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, warmup_steps=warmup_steps, **kwargs)
         check_seconds("HybridStrategy", sync_every_seconds=sync_every_seconds)
-        check_integer("HybridStrategy", 0, overlap_steps=overlap_steps, warmup_steps=warmup_steps)
+        check_integer("HybridStrategy", 0, overlap_steps=overlap_steps)
         check_share("HybridStrategy", local_weight=local_weight)
         check_choice("HybridStrategy", ("average", "rank0"), buffers=buffers)
         check_choice("HybridStrategy", POLICIES, inner_state=inner_state)
@@ -129,13 +128,11 @@ class HybridStrategy(UnwrappedStrategy):
         self.fragments: Fragments = fragments
         self.overlap_steps = overlap_steps
         self.local_weight = float(local_weight)
-        self.warmup_steps = warmup_steps
         self.elastic = elastic
         self.buffers: BufferPolicy = buffers
         self.inner_state: InnerPolicy = inner_state
         self.anchor_device = anchor_device
         self._loop: OuterLoop | None = None
-        self._warm: Reducer | None = None
         self._pending: dict[int, Promise] = {}
         self._stale: set[int] = set()
         self._pace = Pace()
@@ -189,7 +186,7 @@ class HybridStrategy(UnwrappedStrategy):
             assert self._executor is not None
             if executor is not self._executor:  # gradients keep to their own thread and backend
                 wires = make_wires(topology, self.counters, self._executor.wait, two_level, self.group_timeout)
-            self._warm = Reducer([spec for spec, _ in named], as_route(Exact()), wires, self.aggregator, self.seed)
+            self._prepare_warm_up(wires)
 
     def _outer_factory(self) -> OuterFactory | None:
         return self.outer_optimizer if self.elastic is None else partial(torch.optim.SGD, lr=self.elastic)
@@ -218,15 +215,6 @@ class HybridStrategy(UnwrappedStrategy):
             warn_if_short(trainer, every, self.warmup_steps)
 
     # ---- training ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _step(self) -> int:
-        """Steps since the warm-up ended; the first one after it is 1."""
-        return self.counters.steps - self.warmup_steps
-
-    def gradient_reducer(self) -> Reducer:
-        """Over all ranks while warming up, then over the replica."""
-        return self._warm if self._warm is not None and self._step < 0 else super().gradient_reducer()
 
     def learned(self, own: Contribution) -> None:  # noqa: D102 - inherited
         if self._loop is not None:
@@ -396,5 +384,5 @@ class HybridStrategy(UnwrappedStrategy):
 
     def _close(self) -> None:
         super()._close()
-        self._loop = self._warm = None
+        self._loop = None
         self._pending = {}

@@ -83,9 +83,12 @@ MODES: dict[str, Mode] = {
         _named("asynchronous", push="gradient", **{**_IN_STEP, "sync_every": 1}), ["none"], kept={"shard", "moments"}
     ),
     "ssp": Mode(_named("ssp", rule="delay_compensated", **_IN_STEP), ["none"], kept={"shard", "rule"}),
-    "async_diloco": Mode(_named("async_diloco", **_IN_STEP), ["none"], kept={"shard", "rule"}),
+    "async_diloco": Mode(_named("async_diloco", warmup_steps=1, **_IN_STEP), ["none"], kept={"shard", "rule"}),
+    # With accumulation this is saved while warming up.
     "decoupled_diloco": Mode(
-        lambda c: ls.AsyncStrategy(c, outer_optimizer=ls.Nesterov(), **_IN_STEP), ["none"], kept={"shard", "moments"}
+        lambda c: ls.AsyncStrategy(c, outer_optimizer=ls.Nesterov(), warmup_steps=3, **_IN_STEP),
+        ["none"],
+        kept={"shard", "moments"},
     ),
 }
 ASYNCHRONOUS = ["async", "asynchronous", "ssp", "async_diloco", "decoupled_diloco"]

@@ -285,6 +285,8 @@ def test_what_makes_ranks_wait_in_a_step_is_refused_at_setup() -> None:
         ({"rule": "quorum", "weight": 1.0}, r"Quorum has weights of its own"),
         ({"rule": "quorum", "max_staleness": 1}, r"Quorum holds contributions back"),
         ({"push": "gradient", "sync_every": 2}, r"push='gradient', sync_every=2.*every gradient is sent"),
+        ({"warmup_steps": -1}, r"warmup_steps=-1\): expected an integer of at least 0"),
+        ({"push": "gradient", "warmup_steps": 5}, r"warmup_steps=5.*without the moments of the warm-up"),
         ({"push": "gradient", "rule": "delayed_nesterov"}, r"is for push=delta, not 'gradient'"),
         ({"outer_optimizer": 3}, r"outer_optimizer=3"),
         ({"replica": "node"}, r"each rank is a replica of its own"),
