@@ -27,6 +27,7 @@ def check_options(
     blocking: bool,
     buffers: str,
     warmup_steps: int,
+    align_every: int | None,
 ) -> None:
     """Refuse wrong values, and options that contradict each other; they are those of `AsyncStrategy`, named `owner`.
 
@@ -50,6 +51,13 @@ def check_options(
         build_outer(outer_optimizer, [torch.zeros(1)])
     check_choice(owner, ("average", "rank0"), buffers=buffers)
     check_positive(owner, weight=weight)
+    if align_every is not None:
+        check_integer(owner, 1, align_every=align_every)
+        if rule.reads_first:
+            raise ValueError(
+                f"{owner}(align_every={align_every}, rule={rule!r}): under this rule a replica stays where it is when "
+                "all meet, so they would only wait. Leave align_every out."
+            )
     check_flags(owner, blocking=blocking)
     if push not in rule.pushes:
         raise ValueError(f"{owner}(rule={rule!r}) is for push={' or '.join(rule.pushes)}, not {push!r}.")

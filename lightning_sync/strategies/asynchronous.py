@@ -75,6 +75,9 @@ class AsyncStrategy(WarmedStrategy):
         warmup_steps: Steps at the beginning in which gradients are averaged over all ranks, exactly, as in strict: all
             wait for the slowest one, nothing is stale, and replicas leave it with the same bits. Only for deltas, since
             owners' optimisers would begin without the moments of these steps.
+        align_every: K. A quiet point after every K exchanges that are due, that is every K * `sync_every` steps after
+            the warm-up, which ranks must make equally many of. Smaller keeps replicas closer together and waits more:
+            all wait for the slowest one there. `None`: only where there is another reason for one.
         buffers: At quiet points: ``"average"`` (counts: maximum) or ``"rank0"``.
         **kwargs: See `UnwrappedStrategy`; `replica` is ``"rank"``.
 
@@ -98,6 +101,7 @@ class AsyncStrategy(WarmedStrategy):
         outer_optimizer: OuterFactory | None = None,
         blocking: bool = False,
         warmup_steps: int = 0,
+        align_every: int | None = None,
         buffers: BufferPolicy = "average",
         **kwargs: Any,
     ) -> None:
@@ -109,6 +113,7 @@ class AsyncStrategy(WarmedStrategy):
         check_options(
             owner, self.rule, sync_every=sync_every, max_staleness=max_staleness, push=push, weight=weight,
             outer_optimizer=outer_optimizer, blocking=blocking, buffers=buffers, warmup_steps=warmup_steps,
+            align_every=align_every,
         )  # fmt: skip
         self.sync_every = sync_every
         self.max_staleness = max_staleness
@@ -116,6 +121,7 @@ class AsyncStrategy(WarmedStrategy):
         self.weight = weight
         self.outer_optimizer = outer_optimizer
         self.blocking = blocking
+        self.align_every = align_every
         self.buffers: BufferPolicy = buffers
         self.engine: Engine | None = None
         self._wires: Wires | None = None
@@ -232,11 +238,15 @@ class AsyncStrategy(WarmedStrategy):
             return
         if self.push == "delta":
             self.engine.after_step(samples)
-            return
-        assert self.model is not None
-        params = [p for _, p in param_specs(self.model)]
-        self.engine.set_options(self._options)
-        self.engine.after_step(samples, [torch.zeros_like(p) if p.grad is None else p.grad for p in params])
+        else:
+            assert self.model is not None
+            params = [p for _, p in param_specs(self.model)]
+            self.engine.set_options(self._options)
+            self.engine.after_step(samples, [torch.zeros_like(p) if p.grad is None else p.grad for p in params])
+        # Counted in steps, which all ranks agree on, and not in exchanges, of which a busy rank puts some together:
+        # so all come to this point and to validations and checkpoints in the same order.
+        if self.align_every is not None and self._step % (self.align_every * self.sync_every) == 0:
+            self.meet()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """As Lightning's; with ``push="gradient"`` all but the step itself, which is the owners'."""

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Subset
 import lightning_sync as ls
 from lightning_sync import compressors
 from lightning_sync.aggregators import Mean
+from lightning_sync.asynchronous.rules import Elastic
 from lightning_sync.validity import check_combination
 from tests.models import Noise, Toy, everything, fit
 from tests.strategies.by_hand import Sharded
@@ -285,6 +286,8 @@ def test_what_makes_ranks_wait_in_a_step_is_refused_at_setup() -> None:
         ({"rule": "quorum", "weight": 1.0}, r"Quorum has weights of its own"),
         ({"rule": "quorum", "max_staleness": 1}, r"Quorum holds contributions back"),
         ({"push": "gradient", "sync_every": 2}, r"push='gradient', sync_every=2.*every gradient is sent"),
+        ({"align_every": 0}, r"align_every=0\): expected an integer of at least 1"),
+        ({"align_every": 2, "rule": Elastic(0.1)}, r"align_every=2, rule=Elastic.*they would only wait"),
         ({"warmup_steps": -1}, r"warmup_steps=-1\): expected an integer of at least 0"),
         ({"push": "gradient", "warmup_steps": 5}, r"warmup_steps=5.*without the moments of the warm-up"),
         ({"push": "gradient", "rule": "delayed_nesterov"}, r"is for push=delta, not 'gradient'"),
