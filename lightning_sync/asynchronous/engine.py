@@ -32,7 +32,7 @@ class Terms:
     """When a replica exchanges, and what it waits for.
 
     Attributes:
-        every: Steps between two exchanges.
+        every: Steps between two exchanges, at first.
         bound: The staleness bound s; `None`: nobody waits for anybody.
         blocking: Whether a step waits for the exchange before it, instead of going on meanwhile.
         push: ``"delta"`` or ``"gradient"``.
@@ -93,6 +93,8 @@ class Engine:
     ) -> None:
         self.terms = terms
         self.layout = FlatLayout(specs, topology.size, codec.alignment)
+        self.every = terms.every
+        """Steps until the next exchange is due; may be changed between steps."""
         self.skipped = 0
         """Exchanges that were due while another was under way, and became part of the next."""
         self.steps = 0
@@ -195,7 +197,7 @@ class Engine:
         replica.steps += 1
         if replica.errand is not None and replica.errand.done.is_set():
             self._take_over()
-        if replica.steps < terms.every:
+        if replica.steps < self.every:
             return
         if replica.errand is not None:
             if terms.bound is None and gradient is None:
@@ -339,7 +341,7 @@ class Engine:
         if self._client.residual is not None and "residual" in tensors:
             self._client.residual.copy_(tensors["residual"]["values"])
         self._meetings = 0
-        self.steps, self.before = int(numbers["steps"]), int(numbers["before"])
+        self.steps, self.before = int(numbers["steps"]), int(numbers.get("before", 0))
         self.replica.resume(int(numbers["clock"]), int(numbers["sent"]))
         self.meet()
 

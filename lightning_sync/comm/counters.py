@@ -108,6 +108,10 @@ class Counters:
         """Whole bytes that the uncompressed gradients would have cost."""
         return round(self.dense.sent)
 
+    def waited(self) -> float:
+        """`wait_seconds` as a number: 0 where nothing can be measured."""
+        return self.wait_seconds or 0.0
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Add the time spent inside to `wait_seconds`."""

@@ -22,6 +22,8 @@ class Pace:
     def mark(self, step: int) -> None:
         """Count from here."""
         self._step, self._since = step, self._clock()
+        if self._paused is not None:
+            self._paused = self._since
 
     def pause(self) -> None:
         """Leave out the time from now on, such as that of a validation."""

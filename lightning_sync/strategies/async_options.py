@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
-from torch.optim import Optimizer
 
 from lightning_sync.asynchronous.clocks import check_bound
-from lightning_sync.asynchronous.optimizer import check_elementwise
 from lightning_sync.asynchronous.rules import Rule
 from lightning_sync.checks import check_choice, check_flags, check_integer, check_positive
 from lightning_sync.periodic.outer import OuterFactory, build_outer
@@ -28,6 +23,7 @@ def check_options(
     buffers: str,
     warmup_steps: int,
     align_every: int | None,
+    local_updates: str,
 ) -> None:
     """Refuse wrong values, and options that contradict each other; they are those of `AsyncStrategy`, named `owner`.
 
@@ -50,6 +46,17 @@ def check_options(
     if outer_optimizer is not None:
         build_outer(outer_optimizer, [torch.zeros(1)])
     check_choice(owner, ("average", "rank0"), buffers=buffers)
+    check_choice(owner, ("fixed", "dynamic"), local_updates=local_updates)
+    if local_updates == "dynamic" and sync_every == 1:
+        raise ValueError(
+            f"{owner}(local_updates='dynamic', sync_every=1): periods are cut down from sync_every, and 1 is the least "
+            "(push='gradient' knows no other). Use a larger sync_every, or leave local_updates out."
+        )
+    if local_updates == "dynamic" and align_every is not None:
+        raise ValueError(
+            f"{owner}(local_updates='dynamic', align_every={align_every}): replicas of different speeds make "
+            "different numbers of exchanges in the steps that all of them make. Leave one of them out."
+        )
     check_positive(owner, weight=weight)
     if align_every is not None:
         check_integer(owner, 1, align_every=align_every)
@@ -68,26 +75,3 @@ def check_options(
             f"{owner}(max_staleness={max_staleness!r}): {type(rule).__name__} holds contributions back until "
             "others have come, so no bound on what is read can be kept. Leave one of them out."
         )
-
-
-def check_gradients(optimizers: Sequence[Optimizer], scaler: Any) -> None:
-    """Refuse what owners cannot do with gradients.
-
-    Args:
-        optimizers: The module's.
-        scaler: A loss scaler, or `None`.
-
-    Raises:
-        ValueError: naming what is in the way.
-    """
-    if len(optimizers) != 1:
-        raise ValueError(
-            f"push='gradient' needs one optimiser, which owners apply to their shards; the module has "
-            f"{len(optimizers)}. Use push='delta', which goes with any number."
-        )
-    if scaler is not None:
-        raise ValueError(
-            "push='gradient' does not go with a loss scaler (16-mixed): owners would get scaled gradients. Use "
-            "bf16-mixed, or push='delta'."
-        )
-    check_elementwise(optimizers[0])

@@ -26,12 +26,13 @@ from lightning_sync.comm.mail import new_secret, own_address
 from lightning_sync.comm.progress import SLOWER_REPLICAS
 from lightning_sync.comm.topology import Bytes, Topology
 from lightning_sync.ddp_hook import param_specs
-from lightning_sync.periodic import inner_state
 from lightning_sync.periodic.buffers import BufferMerge, BufferPolicy
+from lightning_sync.periodic.local_updates import LocalUpdates
 from lightning_sync.periodic.outer import OuterFactory, build_outer
 from lightning_sync.reducer import Reducer
-from lightning_sync.strategies.async_options import check_gradients, check_options
+from lightning_sync.strategies.async_options import check_options
 from lightning_sync.strategies.batchnorm import ReplicaBatchNorm
+from lightning_sync.strategies.owned_steps import check_gradients, gradients_of, unstepped
 from lightning_sync.strategies.remarks import warn_if_short
 from lightning_sync.strategies.warmed import WarmedStrategy
 from lightning_sync.weights import Contribution
@@ -78,6 +79,9 @@ class AsyncStrategy(WarmedStrategy):
         align_every: K. A quiet point after every K exchanges that are due, that is every K * `sync_every` steps after
             the warm-up, which ranks must make equally many of. Smaller keeps replicas closer together and waits more:
             all wait for the slowest one there. `None`: only where there is another reason for one.
+        local_updates: ``"dynamic"``: `sync_every` is the period of the fastest replica, and others' are shorter in
+            proportion to their measured speed (at least 1), see `LocalUpdates`: contributions come at about the same
+            times, and a slow replica's are less stale. ``"fixed"``: all make `sync_every` steps.
         buffers: At quiet points: ``"average"`` (counts: maximum) or ``"rank0"``.
         **kwargs: See `UnwrappedStrategy`; `replica` is ``"rank"``.
 
@@ -102,6 +106,7 @@ class AsyncStrategy(WarmedStrategy):
         blocking: bool = False,
         warmup_steps: int = 0,
         align_every: int | None = None,
+        local_updates: Literal["fixed", "dynamic"] = "fixed",
         buffers: BufferPolicy = "average",
         **kwargs: Any,
     ) -> None:
@@ -113,7 +118,7 @@ class AsyncStrategy(WarmedStrategy):
         check_options(
             owner, self.rule, sync_every=sync_every, max_staleness=max_staleness, push=push, weight=weight,
             outer_optimizer=outer_optimizer, blocking=blocking, buffers=buffers, warmup_steps=warmup_steps,
-            align_every=align_every,
+            align_every=align_every, local_updates=local_updates,
         )  # fmt: skip
         self.sync_every = sync_every
         self.max_staleness = max_staleness
@@ -122,12 +127,14 @@ class AsyncStrategy(WarmedStrategy):
         self.outer_optimizer = outer_optimizer
         self.blocking = blocking
         self.align_every = align_every
+        self.local_updates = local_updates
         self.buffers: BufferPolicy = buffers
         self.engine: Engine | None = None
         self._wires: Wires | None = None
         self._merge: BufferMerge | None = None
         self._merged: dict[str, Tensor] = {}
         self._samples = 0.0
+        self._local: LocalUpdates | None = None
         self._options: list[dict[str, Any]] = []
         self._report_at_end: dict[str, float] = {}
 
@@ -164,8 +171,7 @@ class AsyncStrategy(WarmedStrategy):
         super().setup_optimizers(trainer)
         if self._wires is None:  # not in fit
             return
-        module = self.model
-        assert module is not None
+        assert self.model is not None
         assert self.cluster_environment is not None
         if self.push == "gradient":
             check_gradients(self.optimizers, getattr(self.precision_plugin, "scaler", None))
@@ -173,7 +179,7 @@ class AsyncStrategy(WarmedStrategy):
         if self.global_rank == 0:
             secret.copy_(torch.frombuffer(bytearray(new_secret()), dtype=torch.uint8))
         dist.broadcast(secret, 0)
-        named, outer = param_specs(module), self.outer_optimizer
+        named, outer = param_specs(self.model), self.outer_optimizer
         terms = Terms(
             self.sync_every,
             self.max_staleness,
@@ -202,14 +208,19 @@ class AsyncStrategy(WarmedStrategy):
         board.put(str(self.global_rank), self.engine.card)
         dist.barrier()
         self.engine.connect(board.read_all([str(r) for r in range(self.world_size)]))
-        self._merged, self._samples = {}, 0.0
+        self._merged, self._samples, self._local = {}, 0.0, None
+        if self.local_updates == "dynamic":
+            notes, waited = Board(_compat.default_store(), f"{self.store_prefix}/speed"), self.counters.waited
+            self._local = LocalUpdates(notes, self.global_rank, self.world_size, self.sync_every, waited)
 
     def on_train_start(self) -> None:
-        """Say so if the run is too short for this mode."""
+        """Say so if the run is too short for this mode; begin to measure."""
         super().on_train_start()
         trainer = self.attached_trainer()
         if trainer is not None and self.warmup_steps:
             warn_if_short(trainer, self.sync_every, self.warmup_steps)
+        if self._local is not None:
+            self._local.begin(self.counters.steps)
 
     def _all_wires(self) -> list[Wires]:
         return [*super()._all_wires(), *([] if self._wires is None else [self._wires])]
@@ -240,26 +251,28 @@ class AsyncStrategy(WarmedStrategy):
             self.engine.after_step(samples)
         else:
             assert self.model is not None
-            params = [p for _, p in param_specs(self.model)]
             self.engine.set_options(self._options)
-            self.engine.after_step(samples, [torch.zeros_like(p) if p.grad is None else p.grad for p in params])
+            self.engine.after_step(samples, gradients_of([p for _, p in param_specs(self.model)]))
+        self._pace(self.engine)
         # Counted in steps, which all ranks agree on, and not in exchanges, of which a busy rank puts some together:
         # so all come to this point and to validations and checkpoints in the same order.
         if self.align_every is not None and self._step % (self.align_every * self.sync_every) == 0:
             self.meet()
+
+    def _pace(self, engine: Engine) -> None:
+        """With an exchange, adapt the period to this rank's speed, if that is asked for."""
+        if self._local is not None and self._supply.spare:  # no data, no time
+            self._local.begin(self.counters.steps)
+        elif self._local is not None and engine.replica.steps == 0:
+            engine.every = self._local.exchanged(self.counters.steps)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """As Lightning's; with ``push="gradient"`` all but the step itself, which is the owners'."""
         if self.push == "delta":
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
         self._options = [dict(group) for group in optimizer.param_groups]  # before schedulers change them
-        step = optimizer.step
-        optimizer.step = _no_step  # type: ignore[method-assign]
-        optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers look at
-        try:
+        with unstepped(optimizer):
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
-        finally:
-            optimizer.step = step  # type: ignore[method-assign]
 
     def finish_training(self) -> None:
         """Send what is left, so that all replicas end with the same values."""
@@ -302,7 +315,7 @@ class AsyncStrategy(WarmedStrategy):
         if self.engine is None or not self.engine.exchanges:
             return super().telemetry()
         seen = self.engine.report()
-        own = {name: seen[f"{name}_mean"] for name in ("staleness", "clock_lead")}
+        own = {"staleness": seen["staleness_mean"], "clock_lead": seen["clock_lead_mean"]}
         return super().telemetry() | own | {"period": seen["achieved_period"]}
 
     # ---- consensus and state -----------------------------------------------------------------------------------------
@@ -322,7 +335,15 @@ class AsyncStrategy(WarmedStrategy):
         trainer = self.attached_trainer()
         if self.engine is not None and trainer is not None and not trainer.sanity_checking:
             self.meet()
+        if self._local is not None:
+            self._local.pause()
         super().on_validation_start()
+
+    def on_validation_end(self) -> None:
+        """As the base; time spent in validation is not the time of steps."""
+        super().on_validation_end()
+        if self._local is not None:
+            self._local.go_on()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -331,6 +352,8 @@ class AsyncStrategy(WarmedStrategy):
         if self._watcher is not None and self._watcher.failure is None:
             self.meet()
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._local is not None:
+            self._local.begin(self.counters.steps)
 
     def mode_state(self) -> ModeState:
         """This rank's shard and clocks; all contributions are in it, since it is saved at quiet points."""
@@ -349,8 +372,12 @@ class AsyncStrategy(WarmedStrategy):
         # While warming up, all that counts is in the parameters.
         lost = [] if state.numbers.get("warming_up") else ["clocks, and what the rule remembers"]
         if self._step < 0:
-            if lost:
-                self._become_equal()
+            if lost:  # a warm-up keeps equal what is equal
+                assert self.model is not None
+                assert self._wires is not None
+                params = [p for _, p in param_specs(self.model)]
+                broadcast_tensors(params, source=0)
+                self._average_moments(params, self._wires.world)
         elif same and state.numbers.get("terms") == self._terms and state.local:
             self.engine.load(state.numbers, state.local)
             lost = []
@@ -359,15 +386,6 @@ class AsyncStrategy(WarmedStrategy):
         dist.barrier()  # so that all owners have counted
         self.counters.load_state_dict(before)  # reading the shards is part of set-up
         return lost
-
-    def _become_equal(self) -> None:
-        """Let replicas that were apart begin a warm-up, which keeps equal what is equal (collective)."""
-        assert self.model is not None
-        assert self._wires is not None
-        params, wire = [p for _, p in param_specs(self.model)], self._wires.world
-        broadcast_tensors(params, source=0)
-        moments = inner_state.averageable(self.optimizers, params)
-        self.run_job(lambda: inner_state.average(moments, wire), "averaging moments")
 
     @property
     def _terms(self) -> str:
@@ -379,10 +397,4 @@ class AsyncStrategy(WarmedStrategy):
             self._report_at_end = self.engine.report()
             self.engine.close()
         super()._close()
-        self.engine = None
-        self._wires = None
-
-
-def _no_step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-    """Run the closure, in which gradients come to be and are clipped; leave the parameters as they are."""
-    return None if closure is None else closure()
+        self.engine = self._wires = self._local = None

@@ -372,8 +372,7 @@ class HybridStrategy(WarmedStrategy):
         loop.buffers.write(loop.merged_buffers)
         self.counters.exchanges = loop.exchanges
         if self._step <= 0:  # a warm-up of averaged gradients keeps replicas equal only if their optimisers are
-            moments = inner_state.averageable(self.optimizers, [p for f in loop.fragments for p in f.params])
-            self.run_job(lambda: inner_state.average(moments, loop.wire), "averaging moments")
+            self._average_moments([p for f in loop.fragments for p in f.params], loop.wire)
         return [*lost, "steps of each replica since its last exchange", "the clocks of exchanges"]
 
     @property

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from lightning_sync.checks import check_integer
 from lightning_sync.comm.groups import Wires
+from lightning_sync.comm.wire import GroupWire
 from lightning_sync.compressors import Exact, as_route
 from lightning_sync.ddp_hook import param_specs
+from lightning_sync.periodic import inner_state
 from lightning_sync.reducer import Reducer
 from lightning_sync.strategies.unwrapped import UnwrappedStrategy
 
@@ -42,6 +47,11 @@ class WarmedStrategy(UnwrappedStrategy):
     def gradient_reducer(self) -> Reducer:
         """Over all ranks while warming up, then over the replica."""
         return self._warm if self._warm is not None and self._step < 0 else super().gradient_reducer()
+
+    def _average_moments(self, params: Sequence[Tensor], wire: GroupWire) -> None:
+        """Let replicas that were apart begin a warm-up: with equal optimisers it keeps them equal (collective)."""
+        moments = inner_state.averageable(self.optimizers, params)
+        self.run_job(lambda: inner_state.average(moments, wire), "averaging moments")
 
     def _close(self) -> None:
         super()._close()

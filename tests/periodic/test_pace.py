@@ -17,3 +17,15 @@ def test_pauses_do_not_count() -> None:
     pace.mark(2)
     now[0] += 3
     assert pace.seconds(3) == 3.0
+
+
+def test_counting_may_begin_again_within_a_pause() -> None:
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+    pace.pause()
+    now[0] += 10
+    pace.mark(5)
+    now[0] += 10
+    pace.go_on()
+    now[0] += 6
+    assert pace.seconds(8) == 2.0
