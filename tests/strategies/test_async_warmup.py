@@ -9,10 +9,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
+from torch.utils.data import DataLoader, Subset
 
 import lightning_sync as ls
 from lightning_sync.asynchronous.rules import Elastic
-from tests.models import everything, fit
+from tests.models import Noise, Toy, everything, fit
 from tests.strategies.by_hand import Sharded
 from tests.workers import run_ranks
 
@@ -107,6 +108,27 @@ def test_a_run_goes_on_with_another_warm_up(before: dict[str, Any], after: dict[
     if "rule" not in before:  # elastic averaging leaves replicas where they are; they begin as the first one
         for _, begun, saved in (first, second):
             assert unequal(begun, saved) == [], "it begins with something else than was saved"
+
+
+class Uneven(Toy):
+    def train_dataloader(self) -> Any:
+        share = range(0, 40) if self.trainer.global_rank == 0 else range(40, 56)
+        return DataLoader(Subset(Noise(), list(share)), batch_size=4)
+
+
+def uneven(rank: int, world: int) -> tuple[int, int, dict[str, Tensor]]:
+    torch.manual_seed(3)
+    module, strategy = Uneven(), ls.AsyncStrategy(sync_every=2, warmup_steps=6, local_updates="dynamic")
+    fit(module, strategy, world, max_steps=-1, max_epochs=2, use_distributed_sampler=False)
+    return len(module.losses), strategy.counters.steps, everything(module)
+
+
+@pytest.mark.dist
+def test_a_rank_may_run_out_of_data_while_warming_up() -> None:
+    first, second = run_ranks(uneven, 2, init="env")
+    assert (first[0], second[0]) == (20, 8)
+    assert first[1] == second[1] == 20
+    assert unequal(first[2], second[2]) == []
 
 
 def test_long_local_phases_come_after_300_strict_steps_unless_said_otherwise() -> None:
