@@ -55,6 +55,7 @@ ONLY = {
         "comm",
         "compressors",
         "nonfinite",
+        "periodic.local_updates",
         "periodic.outer",
         "registry",
         "state",

@@ -27,6 +27,8 @@ class Mode:
         weight: Of every contribution; None is 1 / number of replicas for deltas, 1 for gradients.
         max_staleness: The bound s; None: none.
         blocking: Whether a replica waits, after an exchange, for values that contain its own contribution.
+        local_updates: ``"fixed"``, or ``"dynamic"``: `sync_every` is the fastest replica's period, and others' are
+            shorter in proportion to their speed.
         failed: ``"wait"``: everybody waits until a failed replica is back, with nothing lost but the step it was in,
             ``"leave"``: it leaves the clock, loses what it has not sent, and takes the current values when it returns.
     """
@@ -39,6 +41,7 @@ class Mode:
     weight: float | None = None
     max_staleness: int | None = None
     blocking: bool = True
+    local_updates: str = "fixed"
     failed: str = "leave"
 
     def __post_init__(self) -> None:
@@ -46,9 +49,12 @@ class Mode:
         check_bound("Mode", self.max_staleness)
         check_flags("Mode", blocking=self.blocking)
         check_choice("Mode", ("delta", "gradient"), push=self.push)
+        check_choice("Mode", ("fixed", "dynamic"), local_updates=self.local_updates)
         check_choice("Mode", ("wait", "leave"), failed=self.failed)
         if self.push == "gradient" and self.sync_every != 1:
             raise ValueError(f"Mode(sync_every={self.sync_every}, push='gradient'): gradients are sent every step.")
+        if self.local_updates == "dynamic" and self.sync_every == 1:
+            raise ValueError("Mode(local_updates='dynamic', sync_every=1): periods are cut down, and 1 is the least.")
         if self.rule.reads_first:
             raise ValueError(f"Mode(rule={self.rule!r}): the simulated world reads after an exchange, not before.")
         if self.max_staleness is not None and self.rule.holds_back:
@@ -88,6 +94,12 @@ def ssp(max_staleness: int, sync_every: int = 1) -> Mode:
 def asynchronous(sync_every: int = 1, rule: Rule | None = None) -> Mode:
     """Nobody waits for anybody."""
     return Mode("async", sync_every=sync_every, rule=rule or Add())
+
+
+def dylu(sync_every: int = 16, rule: Rule | None = None) -> Mode:
+    """Nobody waits for anybody, and slower replicas make fewer steps between exchanges (Liu et al. 2024)."""
+    name = f"async, {sync_every} steps by speed"
+    return Mode(name, sync_every=sync_every, rule=rule or Add(), local_updates="dynamic")
 
 
 def diloco(replicas: int, sync_every: int = 64, lr: float = 0.7, momentum: float = 0.9) -> Mode:

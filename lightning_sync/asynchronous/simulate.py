@@ -16,6 +16,7 @@ from lightning_sync.asynchronous.world import Outcome, World
 
 _PROBLEMS = {"quadratic": Quadratic, "logistic": Logistic}
 _EPILOG = """modes: strict; ssp:S (bound S, exchanges every step); async or async:H (every H steps);
+dylu or dylu:H (every H steps of the fastest, slower ones after fewer);
 diloco or diloco:H (everybody meets every H steps); decoupled:Q or decoupled:Q:G (outer steps by a quorum of Q after a
 grace window of G usual rounds). Speeds are for good: a bound on staleness cannot make up for them."""
 
@@ -36,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number("--model-bytes", type=float, default=0.0, help="bytes of the model on the wire (%(default)s)")
     number("--failure-every", type=float, help="mean seconds between a replica's failures (none)")
     number("--down-seconds", type=float, default=0.0, help="how long a failed replica is away (%(default)s)")
-    number("--sync-every", type=int, default=16, help="steps between exchanges of diloco and decoupled (%(default)s)")
+    number(
+        "--sync-every", type=int, default=16, help="steps between exchanges of dylu, diloco, decoupled (%(default)s)"
+    )
     number("--seconds", type=float, default=2000.0, help="virtual time of every run (%(default)s)")
     number("--seed", type=int, default=0, help="%(default)s")
     number("--learn", choices=sorted(_PROBLEMS), help="also train a small problem, and show its loss (no)")
@@ -57,6 +60,8 @@ def mode_of(text: str, replicas: int, sync_every: int) -> Mode:
             return modes.ssp(int(numbers[0]))
         if name == "async" and len(numbers) <= 1:
             return modes.asynchronous(int(numbers[0]) if numbers else 1)
+        if name == "dylu" and len(numbers) <= 1:
+            return modes.dylu(int(numbers[0]) if numbers else sync_every)
         if name == "diloco" and len(numbers) <= 1:
             return modes.diloco(replicas, int(numbers[0]) if numbers else sync_every)
         if name == "decoupled" and 1 <= len(numbers) <= 2:
@@ -64,7 +69,7 @@ def mode_of(text: str, replicas: int, sync_every: int) -> Mode:
             return modes.decoupled(int(numbers[0]), grace, sync_every)
     except ValueError as error:
         raise ValueError(f"mode {text!r}: {error}") from None
-    raise ValueError(f"mode {text!r}: expected strict, ssp:S, async[:H], diloco[:H] or decoupled:Q[:G].")
+    raise ValueError(f"mode {text!r}: expected strict, ssp:S, async[:H], dylu[:H], diloco[:H] or decoupled:Q[:G].")
 
 
 def table(outcomes: Sequence[tuple[str, Outcome]], learned: bool) -> Table:

@@ -24,6 +24,7 @@ from lightning_sync.asynchronous.problems import Nothing, Problem
 from lightning_sync.asynchronous.rules.base import Contribution
 from lightning_sync.asynchronous.shard import Read, Shard
 from lightning_sync.checks import check_integer
+from lightning_sync.periodic.local_updates import Speed, local_steps
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,9 @@ class World:
             )
             for r in range(cluster.replicas)
         ]
+        # Per replica: its period, its speed, and the seconds of its steps since its last exchange.
+        self._every, self._spent = [mode.sync_every] * cluster.replicas, [0.0] * cluster.replicas
+        self._speeds = [Speed(mode.sync_every) for _ in self._replicas]
         # Per owner: who waits for values that contain what: its own contributions up to a number, updates of others.
         self._parked: list[dict[int, tuple[int, dict[int, int]]]] = [{} for _ in self._shards]
         self._events: list[tuple[float, int, bool, Callable[..., None], tuple[Any, ...]]] = []
@@ -186,7 +190,9 @@ class World:
         if self._watch is not None:
             clock = self._clocks[number] + replica.unacknowledged
             self._watch(Started(number, self._now, clock, [dict(c) for c in replica.contains]))
-        self._plan(self._now + self._draws.step(number), self._finish, replica, replica.attempt)
+        seconds = self._draws.step(number)
+        self._spent[number] += seconds
+        self._plan(self._now + seconds, self._finish, replica, replica.attempt)
 
     def _may_start(self, replica: Learner) -> bool:
         bound, number, ahead = self._mode.max_staleness, replica.number, replica.unacknowledged
@@ -210,7 +216,7 @@ class World:
         for owner, read in replica.inbox.items():
             self._take(replica, owner, read)
         replica.inbox.clear()
-        if replica.since_push == self._mode.sync_every:
+        if replica.since_push >= self._every[replica.number]:
             self._push(replica)
         self._try_start(replica)
 
@@ -224,14 +230,24 @@ class World:
                 number, sequence, delta, replica.versions[owner], clock, weight, samples, replica.since_push
             )
             self._send(replica, owner, 1.0, self._arrive, replica, owner, sent, replica.life)
+        if self._mode.local_updates == "dynamic":
+            self._adapt(number, replica.since_push)
         replica.pushed(clock)
         self._largest_lead = max(self._largest_lead, clock + 1 - self._clocks.least())
+
+    def _adapt(self, number: int, steps: int) -> None:
+        self._speeds[number].add(self._spent[number], steps)
+        self._spent[number] = 0.0
+        seconds = [speed.seconds for speed in self._speeds]
+        if all(seconds):
+            self._every[number] = local_steps(self._mode.sync_every, seconds, number)
 
     def _fail(self, replica: Learner) -> None:
         if self._ended:
             return
         replica.fail(self._now, forget=self._mode.failed == "leave")
         if self._mode.failed == "leave":
+            self._spent[replica.number] = 0.0
             self._clocks.retire(replica.number)
             for owner, shard in enumerate(self._shards):
                 shard.retire(replica.number)

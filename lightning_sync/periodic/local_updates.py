@@ -25,6 +25,25 @@ def local_steps(longest: int, seconds: Sequence[float], rank: int) -> int:
     return max(1, int(longest * share))
 
 
+class Speed:
+    """Seconds per step of one replica, a mean in which steps count half once `half` further ones were made.
+
+    Attributes:
+        seconds: The mean; 0 while nothing is known.
+    """
+
+    def __init__(self, half: int) -> None:
+        self.seconds = 0.0
+        self._half = half
+
+    def add(self, seconds: float, steps: int) -> None:
+        """So many steps have taken so many seconds together."""
+        if seconds <= 0 or steps < 1:
+            return
+        kept = 0.5 ** (steps / self._half) if self.seconds else 0.0
+        self.seconds = kept * self.seconds + (1 - kept) * seconds / steps
+
+
 class LocalUpdates:
     """Measures this replica's speed and leaves it in the store, where the others find it at their next exchange.
 
@@ -41,8 +60,7 @@ class LocalUpdates:
 
     Attributes:
         every: This replica's steps between two exchanges.
-        seconds: Its seconds per step, a mean in which steps count half once `longest` further ones were made; 0 while
-            it is not known.
+        speed: What it has measured.
     """
 
     def __init__(
@@ -55,7 +73,7 @@ class LocalUpdates:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.every = longest
-        self.seconds = 0.0
+        self.speed = Speed(longest)
         self._board = board
         self._rank = rank
         self._longest = longest
@@ -83,9 +101,8 @@ class LocalUpdates:
         self.begin(step)
         if seconds <= 0:
             return self.every
-        kept = 0.5 ** (steps / self._longest) if self.seconds else 0.0
-        self.seconds = kept * self.seconds + (1 - kept) * seconds
-        self._board.put(str(self._rank), repr(self.seconds))
+        self.speed.add(seconds * steps, steps)
+        self._board.put(str(self._rank), repr(self.speed.seconds))
         self._silent = {key for key in self._silent if not self._board.has(key)}
         if not self._silent:
             notes = [float(note) for note in self._board.read_all(self._keys)]
