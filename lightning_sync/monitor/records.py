@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 #: Where a run's records lie in its directory.
 FOLDER = "telemetry"
@@ -36,36 +36,33 @@ class Recorder:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.path = folder / file_name(rank)
-        self._file: IO[str] | None = None
+        self._open = True
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", encoding="utf-8")
+            self.path.open("ab").close()
         except OSError as error:
             self._give_up(error)
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         """Append one record; a number that is not finite becomes null."""
-        if self._file is None:
+        if not self._open:
             return
         record = {"kind": kind, **{name: _finite(value) for name, value in values.items()}}
+        # The leading line break ends a line that a killed process has left half written; readers skip empty ones.
+        line = ("\n" if kind == "start" else "") + json.dumps(record, allow_nan=False) + "\n"
         try:
-            # The leading line break ends a line that a killed process has left half written; readers skip empty ones.
-            self._file.write(("\n" if kind == "start" else "") + json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
+            # Opened for every record, once in many steps: a run may end without telling anybody.
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
         except OSError as error:
             self._give_up(error)
 
     def close(self) -> None:
-        """Close the file."""
-        file, self._file = self._file, None
-        if file is not None:
-            try:
-                file.close()
-            except OSError as error:
-                self._give_up(error)
+        """Write nothing from now on."""
+        self._open = False
 
     def _give_up(self, error: OSError) -> None:
-        self._file = None
+        self._open = False
         log.warning("Telemetry is no longer written to %s: %s. Training goes on without it.", self.path, error)
 
 

@@ -83,7 +83,14 @@ def test_a_recipe_runs_to_its_summary_and_sends_what_its_mode_promises(
         messages = sum(b["messages"] - a["messages"] for a, b in zip(seen[FIRST], seen[LAST], strict=True))
         # Headers and acknowledgements come on top, and what the ranks tell each other of being alive.
         seconds = seen[LAST][0]["time"] - seen[FIRST][0]["time"]
-        assert promised <= sent <= 1.06 * promised + 300 * messages + 30_000 * seconds, (promised, sent, messages)
+        # Ranks that do not wait for each other are not at one step when they read the interface, and letters are
+        # counted when they are handed over: an exchange more or less at either end.
+        skew = 2 * promised / (LAST - FIRST) if recipe in ("async", "ssp") else 0
+        assert promised - skew <= sent <= skew + 1.06 * promised + 300 * messages + 30_000 * seconds, (
+            promised,
+            sent,
+            messages,
+        )
         per_parameter = RECIPES[recipe][1]
         if tasks == 1 and per_parameter is not None:
             expected = per_parameter * seen[LAST][0]["parameters"] * (LAST - FIRST)
